@@ -74,7 +74,7 @@ class Loop:
 
     def line(self, epoch: Epoch, text: str) -> None:
         """Prints the line of an epoch that has finished."""
-        self.progress.line(
+        self.progress.epoch(
             f"{self.progress.label} epoch {epoch.number + 1}/{self.total}: {text}, "
             f"{epoch.seconds:.1f} s"
         )

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe.system import distributed
+from gaupipe.system.terminal import fitted
 from stages.begin import importing
 
 
-def say(line: str) -> None:
+def say(line: str, command: str = "") -> None:
+    """A line of rank 0 on stderr; a ``command`` that ends it can be copied from a terminal."""
     if distributed.launch().rank == 0:
-        print(f"gaupipe: {line}", file=sys.stderr)
+        print(fitted(f"gaupipe: {line}", sys.stderr, command), file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -36,5 +38,8 @@ def starts(
 
 
 def say_next(*commands: list[Any]) -> None:
-    """Says what may follow."""
-    say("next: " + ", or: ".join(shlex.join(map(str, ["gaupipe", *each])) for each in commands))
+    """Says what may follow, a line for each command."""
+    before = "next:"
+    for command in commands:
+        say(before, shlex.join(map(str, ["gaupipe", *command])))
+        before = "or:"

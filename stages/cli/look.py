@@ -24,28 +24,39 @@ from stages.cli.options import (
     parse_path,
 )
 from stages.cli.output import on_terminal, print_rich, report, show
-from stages.cli.request import find_run, names_model
+from stages.cli.request import find_run, is_run, names_model, trained_last
 
 
 @command("Look")
 def predict(
     source: Annotated[
         str,
-        argument("SOURCE", "A student's folder, local-dir:FOLDER, or a timm name with weights."),
+        argument(
+            "SOURCE",
+            "A run, a student's folder, local-dir:FOLDER, or a timm name with weights. Without it "
+            "the run used last predicts.",
+        ),
     ],
     paths: Annotated[
-        list[Path], argument("PATHS", "Images, and folders of images.", parser=parse_path)
-    ],
+        list[Path] | None, argument("PATHS", "Images, and folders of images.", parser=parse_path)
+    ] = None,
     top: Annotated[int, option("--top N", "Classes for each image.", min=1)] = 1,
     out: Predictions = None,
     download: Download = False,
 ) -> None:
-    """The classes of images, by the folder of a student alone.
+    """The classes of images, by a student or any other classifier.
 
     Prints CSV, and a table on a terminal.
 
     Example: `gaupipe predict runs/digits/phase_b/belief2/student photos --out classes.csv`
     """
+    paths = paths or []
+    if not paths or Path(source).is_file():
+        paths = [parse_path(source), *paths]
+        check_paths(images=paths, files=[("--out", out)])
+        source = trained_last(find_run(None))
+    elif is_run(Path(source)):
+        source = trained_last(Path(source))
     check_paths(images=paths, model=source, files=[("--out", out)])
     with begins(f"predict: {source}"):
         from stages import predict as stage
@@ -94,14 +105,14 @@ def inspect(
         str | None, option("--student NAME", "The maps of this student, beside the stored ones.")
     ] = None,
     image: Annotated[int | None, option("--image ID", "The image whose map is shown.")] = None,
-    layer: Annotated[int | None, option("--layer L", "Encoder block, from 0.", "0")] = None,
+    layer: Annotated[int | None, option("--layer L", "Encoder block, from 0.", "the last")] = None,
     head: Annotated[str | None, option("--head H|mean", "Head, from 0.", "mean")] = None,
     query: Annotated[
         str | None,
         option(
             "--query Q|mean",
             "A patch, from 0 in row-major order; class or 'register 1' where the store has these.",
-            "mean",
+            "the patch in the middle",
         ),
     ] = None,
     view: Annotated[int | None, option("--view V", "Stored view, from 0.", "0")] = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -29,11 +29,21 @@ def show(values: dict[str, Any], as_json: bool, tables: Callable[[Any], Iterable
 
 def report(values: dict[str, Any], as_json: bool) -> None:
     """Prints named values as JSON, or as a line each, with at most four decimals."""
-    text = json.dumps(values)
     if as_json:
-        print(text)
+        print(json.dumps(values))
         return
-    width = max(map(len, values))
+    text = json.dumps(dict(single_values(values)))
     rounded = json.loads(text, parse_float=lambda number: round(float(number), 4))
+    width = max(map(len, rounded))
     for name, value in rounded.items():
         print(f"{name:<{width}} {value}")
+
+
+def single_values(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each value; those of a dictionary are named as settings are, such as
+    ``data.name``."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", item) for inner, item in single_values(value))
+        else:
+            yield name, value

@@ -13,8 +13,10 @@ import typer
 
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped, mistake_of
+from gaupipe.system.terminal import fitted
 from stages.cli import look, measure, share, train  # noqa: F401  (their commands join the app)
 from stages.cli.app import app
+from stages.cli.hints import say
 
 PANELS = ("Train", "Measure", "Look", "Share")
 app.registered_commands.sort(key=lambda each: PANELS.index(str(each.rich_help_panel)))
@@ -44,8 +46,10 @@ def main() -> None:
         with distributed.process_group():
             code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130 and here.rank == 0:
-            how = f"; to go on: {again()}" if sys.argv[1] in CONTINUE else ""
-            print(f"gaupipe: interrupted{how}", file=sys.stderr)
+            if sys.argv[1] in CONTINUE:
+                say("interrupted; to go on:", again())
+            else:
+                say("interrupted")
         end(code)
     except UsageError as error:
         fail(
@@ -54,8 +58,7 @@ def main() -> None:
             all_ranks=True,
         )
     except Stopped as stopped:
-        if here.rank == 0:
-            print(how_to_go_on(stopped, here.world_size > 1), file=sys.stderr)
+        say(how_far(stopped, here.world_size > 1), again())
         end(128 + stopped.number)
     except BrokenPipeError:
         sys.stderr.close()
@@ -73,12 +76,12 @@ def main() -> None:
         fail(f"rank {here.rank}: {mistake}" if here.world_size > 1 else mistake)
 
 
-def how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
-    """The line about a training that was stopped: how far it is, and the command that continues."""
+def how_far(stopped: Stopped, in_a_world: bool) -> str:
+    """How far a training that was stopped is; the command that continues it follows."""
     launched = " (with torchrun, as before)" if in_a_world else ""
     return (
-        f"gaupipe: stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "
-        f"to go on{launched}: {again()}"
+        f"stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "
+        f"to go on{launched}:"
     )
 
 
@@ -93,7 +96,7 @@ def again() -> str:
 def fail(mistake: str, all_ranks: bool = False) -> None:
     """Ends with exit code 2. What ``all_ranks`` have met is said by the first alone."""
     if not all_ranks or distributed.launch().rank == 0:
-        print(f"gaupipe: {' '.join(mistake.split())}", file=sys.stderr)
+        print(fitted(f"gaupipe: {' '.join(mistake.split())}", sys.stderr), file=sys.stderr)
     end(2)
 
 

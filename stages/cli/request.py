@@ -34,6 +34,23 @@ def stored_maps(run_dir: Path) -> str:
     return str(RunDirectory(run_dir).stored())
 
 
+def is_run(folder: Path) -> bool:
+    """True for the folder of a run; that of a student has a config.yaml too, and the model."""
+    return (folder / "config.yaml").is_file() and not (folder / "student").is_dir()
+
+
+def trained_last(run_dir: Path) -> str:
+    """The folder of the student that a run trained last."""
+    from stages.runs.directory import RunDirectory
+
+    run = RunDirectory(run_dir)
+    distilled = run.is_distilled()
+    names = run.students(distilled)
+    if not names:
+        raise UserError(f"{run_dir} has no student yet: name a model before the images")
+    return str(run.student(names[-1], distilled))
+
+
 def names_model(model: str | None, files: list[Path] | None, image_size: int | None) -> bool:
     """True with --model and --images, which belong together."""
     if (model is None) != (not files):

@@ -12,7 +12,7 @@ from gaupipe.distillation.export import drawing, is_complete
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
-from gaupipe.system.progress import epochs_in, read_metrics
+from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics
 from stages.compare.rows import Row
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
@@ -111,7 +111,7 @@ class Training:
         it has cost. Raises UserError where the files are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.entry(self.folder, len(metrics))
-        phase_a: list[dict[str, Any]] = []
+        phase_a: list[EpochMetrics] = []
         if not self.row.plain:
             phase_a = read_metrics(self.folder / "phase_a.jsonl")
         costs = json.loads((self.folder / COSTS_FILE).read_text())

@@ -67,13 +67,14 @@ def attention(
     url: str | None = None,
     run_dir: Path | None = None,
     student: str | None = None,
-    layer: int = 0,
+    layer: int | None = None,
     head: str = "mean",
-    query: str = "mean",
+    query: str | None = None,
     view: int = 0,
     png: str | None = None,
 ) -> dict[str, Any]:
-    """The map of one training image, block, head (or ``mean``) and query (or ``mean``), as plain
+    """The map of one training image, block (None is the last), head (or ``mean``) and query (or
+    ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), as plain
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
     a ``student``. ``view`` counts the views that a store may have of an image. ``png`` is drawn as
     well.
@@ -88,7 +89,10 @@ def attention(
     """
     if png is not None:
         check_file("--png", Path(png), ".png")
-    seen, pixels = look(url, run_dir, student, image, layer, view)
+    seen, pixels, layer = look(url, run_dir, student, image, layer, view)
+    if query is None:
+        height, width = seen.grid
+        query = str(height // 2 * width + width // 2)
     rows = seen.map(layer)  # [H, P + T, P + T]
     extra = len(seen.extra)
     heads = _choice("--head", head, rows.shape[0])
@@ -134,22 +138,29 @@ def attention(
 
 
 def look(
-    url: str | None, run_dir: Path | None, student: str | None, image: int, layer: int, view: int
-) -> tuple[ImageMaps, Callable[[], np.ndarray]]:
-    """The maps of an image, and a function that gives its pixels. Raises UserError for an image, a
-    block or a view that there is not."""
+    url: str | None,
+    run_dir: Path | None,
+    student: str | None,
+    image: int,
+    layer: int | None,
+    view: int,
+) -> tuple[ImageMaps, Callable[[], np.ndarray], int]:
+    """The maps of an image, a function that gives its pixels, and the block. Raises UserError for
+    an image, a block or a view that there is not."""
 
-    def check(where: str, images: int, layers: int, count: int) -> None:
+    def check(where: str, images: int, layers: int, count: int) -> int:
+        block = layers - 1 if layer is None else layer
         _check("--image", image, images, where)
-        _check("--layer", layer, layers, where)
+        _check("--layer", block, layers, where)
         _check("--view", view, count, where)
+        return block
 
     if student is None:
         stored = StoredMaps(store.open(_store(url, run_dir)))
         schema = stored.maps.schema
-        check("the store", schema.images, schema.layers, schema.views)
+        block = check("the store", schema.images, schema.layers, schema.views)
         seen, _ = stored.see(image, view)
-        return seen, lambda: image_pixels(images_of(stored.maps), image, stored.views, view)
+        return seen, lambda: image_pixels(images_of(stored.maps), image, stored.views, view), block
     assert run_dir is not None
     live = StudentMaps(RunDirectory(run_dir), student)
     views = None
@@ -157,8 +168,9 @@ def look(
     if live.store is not None:
         views = live.store.schema.extra.get("views")
         count = live.store.schema.views
-    check("the student", len(live.data.train), live.layers, count)
-    return live.see(image, views, view), lambda: image_pixels(live.data, image, views, view)
+    block = check("the student", len(live.data.train), live.layers, count)
+    seen = live.see(image, views, view)
+    return seen, lambda: image_pixels(live.data, image, views, view), block
 
 
 def heat_map(seen: dict[str, Any]) -> Group:
