@@ -66,7 +66,7 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
                     if changed_ns < settled_ns:
                         known[name] = stamp, digest
                     progress.advance(1)
-            finally:  # after a refusal or an interrupt, too, nothing is read twice
+            finally:  # so that nothing is read twice after a refusal or an interrupt
                 pool.shutdown(cancel_futures=True)
                 write_digests(cached, known)
     return [digests[name] for name in names]

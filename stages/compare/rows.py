@@ -145,9 +145,10 @@ def select_rows(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
 
 
 def resolve(row: Row, base: Settings) -> Settings:
-    """The settings of a row's training, all of which are those of ``train``, in the configuration
-    too, where the row can change them. Settings that mean nothing to the training have their
-    defaults. Raises UserError for what is not a setting."""
+    """Settings of a row's training. What the configuration sets for this sort of training alone is
+    moved into ``train`` first, where the row's changes meet it; settings that the training does not
+    read get their defaults, so that they do not name another training. Raises UserError for a name
+    that is no setting."""
     if row.plain:
         config.check_plain(row.settings, f"{row.name}:")
     tree = base.with_training(distilled=not row.plain).model_dump(mode="json")

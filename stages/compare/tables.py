@@ -70,10 +70,14 @@ def _over_cost(row: dict[str, Any]) -> list[str]:
 
 def _difference(row: dict[str, Any]) -> list[str]:
     difference = row["difference"]
-    tested = (difference[name] for name in ("p", "holm"))
-    ps = ["-" if p is None else f"{p:.3f}" for p in tested]
-    points = _mean(difference, "{:+.2f}", scale=100)
-    return [row["row"], points, _interval(difference), *ps, difference["verdict"]]
+    return [
+        row["row"],
+        _mean(difference, "{:+.2f}", scale=100),
+        _interval(difference),
+        _p(difference["p"]),
+        _p(difference["holm"]),
+        difference["verdict"],
+    ]
 
 
 def _passages(row: dict[str, Any], seeds: int, goals: int) -> list[str]:
@@ -132,6 +136,10 @@ def _interval(difference: dict[str, Any] | None) -> str:
     if not difference or difference["low"] is None:
         return "-"
     return f"{100 * difference['low']:+.2f} to {100 * difference['high']:+.2f}"
+
+
+def _p(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _mean(spread: dict[str, Any] | None, form: str, *, scale: float = 1) -> str:

@@ -73,14 +73,20 @@ def _pool(jobs: int) -> Iterator[Callable[[Job, list], Iterator[tuple[list, Call
     """A function of (job, groups) that yields each group, as its job ends, with a function that
     returns the job's result or raises its error."""
     if jobs == 1:
-        yield lambda job, groups: ((group, partial(job, group)) for group in groups)
+
+        def one_by_one(job: Job, groups: list) -> Iterator[tuple[list, Callable]]:
+            for group in groups:
+                yield group, partial(job, group)
+
+        yield one_by_one
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, _start_worker, (jobs,)) as pool:
 
         def results(job: Job, groups: list) -> Iterator[tuple[list, Callable]]:
             futures = {pool.submit(job, group): group for group in groups}
-            return ((futures[future], future.result) for future in as_completed(futures))
+            for future in as_completed(futures):
+                yield futures[future], future.result
 
         try:
             yield results

@@ -284,7 +284,9 @@ class StudentMaps(LiveMaps):
         stored = self.store.schema.extra.get("views")
         if stored == views:
             return None
-        others = "the images themselves" if stored is None else "other views"
+        others = "other views"
+        if stored is None:
+            others = "the images themselves"
         return f"{self.store.url} holds maps of {others}, which are not shown here"
 
     @torch.inference_mode()

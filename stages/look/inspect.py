@@ -106,6 +106,7 @@ def attention(
         gaussian = seen.gaussians[layer, heads[0], queries[0]].tolist()
     whole = mean(rows)  # [P + T]
     predicted = seen.prediction()
+    numbered = query != "mean" and query not in seen.extra
     shown: dict[str, Any] = {
         "image": image,
         "label": seen.label,
@@ -114,7 +115,7 @@ def attention(
         "by": seen.by,
         "layer": layer,
         "head": head if head == "mean" else int(head),
-        "query": query if query == "mean" or query in seen.extra else int(query),
+        "query": int(query) if numbered else query,
         "grid": list(seen.grid),
         "gaussian": gaussian,
         "map": whole[extra:].reshape(seen.grid).tolist(),
