@@ -45,7 +45,7 @@ def finished(tmp_path_factory):
     """A folder in which 'gaupipe run' has finished in the run directory 'run', and what it
     printed."""
     folder = tmp_path_factory.mktemp("cli")
-    return folder, gaupipe("run", "digits_expected", "--run-dir", "run", *sets(*TINY), cwd=folder)
+    return folder, gaupipe("run", "--run-dir", "run", *sets(*TINY), cwd=folder)
 
 
 def test_run_prints_one_line_per_epoch_and_the_table(finished):
@@ -96,9 +96,7 @@ def test_running_again_changes_nothing_and_prints_the_same_table(finished, in_pr
         return {path: path.stat().st_mtime_ns for path in (folder / "run/maps.zarr").rglob("*")}
 
     before = times()
-    code, out, _ = in_process(
-        "run", "digits_expected", "--run-dir", "run", *sets(*TINY), cwd=folder
-    )
+    code, out, _ = in_process("run", "--run-dir", "run", *sets(*TINY), cwd=folder)
     assert code == 0 and out == first.stdout and times() == before
 
 
