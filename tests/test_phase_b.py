@@ -151,7 +151,8 @@ def test_students_with_gaussians_of_their_own_get_all_patches(tmp_path, in_proce
         code, _, err = in_process(command, "digits", *settings, cwd=tmp_path)
         last = err.splitlines()[-1]
         assert code == 2 and last == (
-            "gaupipe: train.patch_drop_rate: should be 0 for a student with Gaussians"
+            "gaupipe: train.patch_drop_rate: should be 0 for a student with Gaussians or rotary "
+            "positions, which have a place for every token"
         )
     assert list(tmp_path.iterdir()) == []
 
