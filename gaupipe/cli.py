@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -1071,7 +1071,7 @@ def _print_rich(*renderables: Any) -> None:
         Console().print(renderable)
 
 
-def _show(values: dict[str, Any], as_json: bool, tables: Callable[[Any], Iterable]) -> None:
+def _show(values: Mapping[str, Any], as_json: bool, tables: Callable[[Any], Iterable[Any]]) -> None:
     """Prints named values as JSON or as ``tables``."""
     if as_json:
         print(json.dumps(values))
@@ -1079,7 +1079,7 @@ def _show(values: dict[str, Any], as_json: bool, tables: Callable[[Any], Iterabl
         _print_rich(*tables(values))
 
 
-def _report(values: dict[str, Any], as_json: bool) -> None:
+def _report(values: Mapping[str, Any], as_json: bool) -> None:
     """Prints named values as JSON, or as a line each, with at most four decimals."""
     text = json.dumps(values)
     if as_json:

@@ -148,7 +148,7 @@ class Layout:
         return layout
 
     @classmethod
-    def _from_attributes(cls, attributes: dict) -> Layout:
+    def _from_attributes(cls, attributes: dict[str, Any]) -> Layout:
         """Raises StoreError for attributes that no writer of ours writes."""
         schema = Schema.from_attributes(attributes)
         per_shard, complete = (attributes.get(name) for name in ("images_per_shard", "complete"))
@@ -206,7 +206,7 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
     if schema.kind_class.decoder != bool(decoder):
         needs = "has no decoder" if decoder else "needs its decoder's arrays"
         raise StoreError(f"a store of kind {schema.kind!r} {needs}")
-    buffers: dict = {}
+    buffers: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(buffers))
     checked = [ZstdCodec(level=1, checksum=True), Crc32cCodec()]
     for name, spec in schema.arrays().items():
@@ -238,7 +238,7 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
     return {key: buffer.to_bytes() for key, buffer in buffers.items() if key != ROOT}
 
 
-def read_metadata(files: Files, manifest: Manifest, name: str) -> dict:
+def read_metadata(files: Files, manifest: Manifest, name: str) -> dict[str, Any]:
     """The zarr.json of one array. Raises DamagedStore when any bit of it has changed."""
     return json.loads(read_checked(files, manifest, f"{name}/{ROOT}"))
 

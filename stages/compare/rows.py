@@ -45,7 +45,7 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
     """
     model, phase, first = base.model, base.phase_b, students[0]
 
-    def student(attention: str) -> dict[str, Any]:  # with the options that are meant for it
+    def student(attention: str) -> dict[str, object]:  # with the options that are meant for it
         options = model.attention_options if attention == model.attention else {}
         return {
             "model.attention": attention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ SHADES = " .:+#"
 """From no attention to the most of the map, where a terminal has no colours."""
 
 
-def summary(url: str | None, run_dir: Path | None = None) -> dict[str, Any]:
+def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
     """Kind, shapes, size on disk, bytes an image and whether the store is complete. Without a
     ``url`` the store is that of the run."""
     url = _store(url, run_dir)
@@ -58,6 +58,26 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, Any]:
     }
 
 
+class Seen(TypedDict):
+    """The map of one image as plain numbers for JSON: lists of h lists of w weights."""
+
+    image: int
+    label: int | None
+    predicted: int | None
+    probability: float | None
+    by: str
+    layer: int
+    head: str | int
+    query: str | int
+    grid: list[int]
+    gaussian: list[float] | None
+    map: list[list[float]]
+    teacher: list[list[float]] | None
+    kl: float | None
+    extra: NotRequired[dict[str, float]]
+    no_teacher: NotRequired[str]
+
+
 def attention(
     image: int,
     *,
@@ -69,7 +89,7 @@ def attention(
     query: str = "mean",
     view: int = 0,
     png: str | None = None,
-) -> dict[str, Any]:
+) -> Seen:
     """The map of one training image, block, head (or ``mean``) and query (or ``mean``), as plain
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
     a ``student``. ``view`` counts the views that a store may have of an image. ``png`` is drawn as
@@ -99,7 +119,7 @@ def attention(
     if seen.gaussians is not None and "mean" not in (head, query):
         gaussian = seen.gaussians[layer, heads[0], queries[0]].tolist()
     whole, predicted = mean(rows), seen.prediction()
-    shown: dict[str, Any] = {
+    shown: Seen = {
         "image": image,
         "label": seen.label,
         "predicted": predicted["predicted"],
@@ -117,7 +137,8 @@ def attention(
     teacher = seen.teacher[layer] if seen.teacher else None
     if teacher is not None:
         kl = torch.xlogy(teacher, teacher / rows.clamp_min(TINY)).sum(-1, keepdim=True)
-        shown |= {"teacher": mean(teacher).reshape(seen.grid).tolist(), "kl": mean(kl).item()}
+        shown["teacher"] = mean(teacher).reshape(seen.grid).tolist()
+        shown["kl"] = mean(kl).item()
     if extra:
         shown["extra"] = dict(zip(seen.extra, whole.tolist(), strict=False))
     if seen.no_teacher is not None:
@@ -153,7 +174,7 @@ def look(
     return live.see(image, views, view), lambda: image_pixels(live.data, image, views, view)
 
 
-def heat_map(seen: dict[str, Any]) -> Group:
+def heat_map(seen: Seen) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
     brackets; of a student with the teacher's map on its right."""
     by, of_teacher = seen["by"].rsplit("/", 1)[-1], seen["teacher"]
@@ -189,13 +210,15 @@ def heat_map(seen: dict[str, Any]) -> Group:
     return Group(*lines)
 
 
-def most_of(seen: dict[str, Any]) -> float:
+def most_of(seen: Seen) -> float:
     """The largest weight of the map of :func:`attention` and of the teacher's beside it, which are
     drawn on one scale."""
-    return float(max(np.max(seen[name]) for name in ("map", "teacher") if seen[name] is not None))
+    return float(
+        max(np.max(drawn) for drawn in (seen["map"], seen["teacher"]) if drawn is not None)
+    )
 
 
-def shaded(weights: np.ndarray, seen: dict[str, Any], top: float) -> list[Text]:
+def shaded(weights: np.ndarray, seen: Seen, top: float) -> list[Text]:
     """A line for each row of a map [h, w]; the last of :data:`SHADES` is for ``top``."""
     query = divmod(seen["query"], seen["grid"][1]) if isinstance(seen["query"], int) else None
     lines = []
@@ -211,7 +234,7 @@ def shaded(weights: np.ndarray, seen: dict[str, Any], top: float) -> list[Text]:
     return lines
 
 
-def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
+def draw(pixels: np.ndarray, seen: Seen, path: Path) -> None:
     """A PNG of the image, uint8 [height, width, C], and beside it the image with the map over it;
     of a student also with the teacher's."""
     from matplotlib.figure import Figure
