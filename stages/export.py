@@ -95,7 +95,7 @@ class ExportRequest:
         return Place(url, self.overwrite, self.repair, self.shard_mb, self.force)
 
     @property
-    def kind_options(self) -> dict[str, Any]:
+    def kind_options(self) -> dict[str, object]:
         names = ("kind", "encoding", "k", "views")
         return {name: getattr(self, name) for name in names}
 

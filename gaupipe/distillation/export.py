@@ -77,7 +77,7 @@ def make_schema(
     )
 
 
-def drawing(settings: Settings) -> dict[str, Any]:
+def drawing(settings: Settings) -> dict[str, object]:
     """The source of the views of a store, as JSON: phase B must draw the same."""
     augment = settings.augment.model_dump(mode="json")
     for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ class PhaseB(Training):
     def label(self, folder: Path) -> str:
         return folder.name
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         schema = self.maps.schema
         kind = [schema.kind]
         kind += [f"k {schema.k}"] if schema.k else []

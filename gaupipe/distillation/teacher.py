@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,10 +72,10 @@ class TeacherJob(Generic[Kind]):
         )
         return self.sha256
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> dict[str, object]:
         """The teacher's settings in the attributes of its store, as JSON."""
         phase, data = self.settings.phase_a, self.settings.data
-        notes: dict[str, Any] = {"data": data.model_dump(mode="json", exclude={"buckets"})}
+        notes: dict[str, object] = {"data": data.model_dump(mode="json", exclude={"buckets"})}
         if isinstance(self.teacher, VitTeacher):
             return {"teacher": phase.teacher, "predicts": self.teacher.predicts, **notes}
         return {"mode": phase.mode, "label_passes": self.teacher.passes or 1, **notes}
@@ -107,7 +107,7 @@ def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
     )
 
 
-def identity(settings: Settings, data: ImageData) -> dict[str, Any]:
+def identity(settings: Settings, data: ImageData) -> dict[str, object]:
     """Every setting that phase A reads, and the data set."""
     of_phase = flatten(settings.without_student(), Scope.ANYTIME)
     return of_phase | {"the data set": data.sha256}

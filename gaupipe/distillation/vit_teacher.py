@@ -38,7 +38,7 @@ class TeacherTraining(Training):
     def label(self, folder: Path) -> str:
         return "phase A"
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return identity(self.settings, self.data)
 
     def ending(self, state: TrainingState[VisionTransformer], folder: Path) -> str:

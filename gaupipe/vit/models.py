@@ -43,7 +43,7 @@ vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTI
 class ReZero(nn.Module):
     """Multiplies by a learned scalar that starts at 0 (*ReZero baseline*: x + a * f(x))."""
 
-    def __init__(self, device=None, dtype=None) -> None:
+    def __init__(self, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
 
@@ -54,7 +54,7 @@ class ReZero(nn.Module):
 class ReZeroBlock(Block):
     """timm's block without normalisation, each branch behind a scalar that starts at 0."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.norm1, self.norm2 = nn.Identity(), nn.Identity()
         for scale in ("ls1", "ls2"):
@@ -71,7 +71,7 @@ class NoFFN(nn.Module):
 def without_ffn(block_class: Callable[..., Block]) -> Callable[..., Block]:
     """A ``block_fn`` for timm: blocks of ``block_class`` that consist of their attention only."""
 
-    def block_fn(*args, **kwargs) -> Block:
+    def block_fn(*args: Any, **kwargs: Any) -> Block:
         block = block_class(*args, **{**kwargs, "mlp_ratio": 1})
         block.norm2 = block.ls2 = block.drop_path2 = nn.Identity()
         block.mlp = NoFFN()
@@ -95,11 +95,11 @@ class GauViT(VisionTransformer):
     def __init__(
         self,
         attention: str = "standard",
-        attention_options: dict | None = None,
+        attention_options: dict[str, Any] | None = None,
         rezero: bool = False,
         match_params: bool = False,
         stem: str = "patch",
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         options = dict(attention_options or {})
         attention_type = attention_class(attention)
@@ -140,7 +140,7 @@ class GauViT(VisionTransformer):
         return {*super().no_weight_decay(), *self.priors()}
 
 
-def grid_of(arguments: dict) -> tuple[int, int] | None:
+def grid_of(arguments: dict[str, Any]) -> tuple[int, int] | None:
     """(h, w) in tokens by the arguments of timm's ``VisionTransformer``; None where images may have
     any size."""
     if arguments["img_size"] is None or arguments["dynamic_img_size"]:
@@ -149,7 +149,7 @@ def grid_of(arguments: dict) -> tuple[int, int] | None:
     return height // patch[0], width // patch[1]
 
 
-def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
+def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict[str, Any]) -> float:
     """The FFN's width, over d, at which a block with this attention has as many parameters as one
     with the standard attention; 0 where nothing is left of the FFN.
 
@@ -187,7 +187,7 @@ def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
     return (nearest + 0.5) / dim if nearest else 0
 
 
-def config_of(size: int, num_classes: int) -> dict:
+def config_of(size: int, num_classes: int) -> dict[str, Any]:
     """timm's configuration of a model without trained weights."""
     return dict(
         input_size=(3, size, size),
@@ -215,8 +215,8 @@ default_cfgs = generate_default_cfgs(
 def create_gauvit(
     variant: str,
     pretrained: bool,
-    preset: dict,
-    given: dict,
+    preset: dict[str, Any],
+    given: dict[str, Any],
     model_class: type[GauViT] = GauViT,
 ) -> Any:
     """A model of timm's registry: its ``preset`` keywords, those ``given`` in their place."""
@@ -235,21 +235,21 @@ def create_gauvit(
 
 
 @register_model
-def gauvit_atto_patch4_32(pretrained: bool = False, **kwargs) -> GauViT:
+def gauvit_atto_patch4_32(pretrained: bool = False, **kwargs: Any) -> GauViT:
     """GauViT-Atto (*GauTransformer, table 1*): 6.3 M parameters, 64 tokens, CIFAR sizes."""
     preset = dict(img_size=32, patch_size=4, embed_dim=384, depth=7, num_heads=12, mlp_ratio=1)
     return create_gauvit("gauvit_atto_patch4_32", pretrained, preset, kwargs)
 
 
 @register_model
-def gauvit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> GauViT:
+def gauvit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> GauViT:
     """GauViT-Tiny (*GauTransformer, table 1*): 29.9 M parameters, 196 tokens, ImageNet sizes."""
     preset = dict(img_size=224, patch_size=16, embed_dim=768, depth=8, num_heads=12, mlp_ratio=1)
     return create_gauvit("gauvit_tiny_patch16_224", pretrained, preset, kwargs)
 
 
 @register_model
-def gauvit_pico_patch2_8(pretrained: bool = False, **kwargs) -> GauViT:
+def gauvit_pico_patch2_8(pretrained: bool = False, **kwargs: Any) -> GauViT:
     """GauViT-Pico (ours): under 0.3 M parameters, 16 tokens, for the 8 x 8 digits."""
     preset = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
     return create_gauvit("gauvit_pico_patch2_8", pretrained, preset, kwargs)
@@ -260,8 +260,8 @@ def gauvit_converted(
     pretrained: bool = False,
     base: str = "deit_small_patch16_224",
     attention: str = "standard",
-    attention_options: dict | None = None,
-    **kwargs,
+    attention_options: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> VisionTransformer:
     """Any of timm's entrypoints of a ``VisionTransformer``, ``base``, with another attention and
     its options. What :func:`gaupipe.models.convert` makes of a timm model is saved under this
