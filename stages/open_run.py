@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.local import local_maps
 from gaupipe.system.errors import UserError
-from gaupipe.system.progress import read_metrics
+from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.training.student import build_student
 from stages.look.image_maps import drawn
 from stages.runs.directory import RunDirectory
@@ -32,6 +31,18 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.directory = RunDirectory(Path(path))
         self.settings = self.directory.settings()
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        lines = [
+            f"run {self.directory.path}: {settings.data.root or settings.data.name}, "
+            f"{settings.model.name}, teacher {settings.phase_a.teacher}"
+        ]
+        for kind, distilled in (("distilled", True), ("plain", False)):
+            names = self.directory.students(distilled)
+            if names:
+                lines.append(f"  {kind}: {', '.join(names)}")
+        return "\n".join(lines)
 
     @cached_property
     def data(self) -> ImageData:
@@ -103,7 +114,7 @@ class Run:
         was trained without a teacher. Raises UserError where it is not there or damaged."""
         return load_student(self.directory.path, name, False if plain else None).model
 
-    def metrics(self, name: str, plain: bool = False) -> list[dict[str, Any]]:
+    def metrics(self, name: str, plain: bool = False) -> list[EpochMetrics]:
         """The metrics of each epoch of a student, or of the teacher for ``phase_a``. Raises
         UserError for one that was not trained."""
         folder = self.directory.phase_a

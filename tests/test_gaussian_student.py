@@ -119,7 +119,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     batch = next(loaded.batches(data.train).in_order())
     batch.stored = job.maps.gather(batch.ids.numpy())
     losses = StudentLosses(job)(batch, gamma=0.5)
-    assert losses["loss_feat"].item() == pytest.approx(0, abs=1e-5)
+    assert losses.loss_feat.item() == pytest.approx(0, abs=1e-5)
     assert phase_b.run(run_dir)[-1]["val_acc"] > 0.5
 
 
@@ -139,7 +139,9 @@ def test_what_cannot_be_handed_over_is_refused_before_work_starts(
     change, needs, tmp_path, in_process
 ):
     settings = sets(*TEACHER, *EXACT, change)
-    code, _, err = in_process("phase-a", "digits_expected", "--run-dir", tmp_path / "run", *settings)
+    code, _, err = in_process(
+        "phase-a", "digits_expected", "--run-dir", tmp_path / "run", *settings
+    )
     assert code == 2 and needs in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
