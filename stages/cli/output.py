@@ -39,7 +39,7 @@ def report(values: Mapping[str, Any], as_json: bool) -> None:
         print(f"{name:<{width}} {value}")
 
 
-def single_values(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def single_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(name, value) of each value; those of a dictionary are named as settings are, such as
     ``data.name``."""
     for name, value in values.items():
