@@ -11,7 +11,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation import local
 from gaupipe.distillation.job import PRELOAD_BYTES, PhaseB, check_targets
 from gaupipe.distillation.student import check_fit
-from gaupipe.distillation.warm_start import WARM_STARTS
+from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
 from gaupipe.system.device import select_device
 from gaupipe.training.job import Training
@@ -70,8 +70,9 @@ def train_student(
     def start(images: ImageData, afresh: bool) -> Training:
         job = build(settings, images, teacher, maps_url, afresh)
         if settings.phase_b.warm_start != "none" and afresh:
-            weights = phase_a.load(teacher, images, with_images=False).teacher.weights()
-            WARM_STARTS[settings.phase_b.warm_start](job.student, weights)
+            vit = phase_a.load(teacher, images, with_images=False).teacher
+            how = settings.phase_b.warm_start
+            start_from_teacher(job.student, how, vit.weights(), vit.heads, vit.grid)
         return job
 
     return train_into(folder, settings, start, data, resume)

@@ -492,12 +492,14 @@ class PhaseBSettings(TrainChanges):
     shuffle_maps: bool = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
-    warm_start: Literal["none", "teacher", "exact"] = "none"
+    warm_start: Literal["none", "teacher", "slice", "exact"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
     has Gaussians itself gets the teacher's. ``exact`` is for ``phase_a.per_image: none`` and
     students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
-    so that the student computes what the teacher does before its first step."""
+    so that the student computes what the teacher does before its first step. ``slice`` is for a
+    student that is smaller than a trained ViT: evenly spaced blocks, heads and channels of the
+    teacher."""
     temperature: Rate = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
@@ -636,6 +638,11 @@ class Settings(Section):
             self._check_exact()
         if self.phase_b.warm_start != "none" and self.phase_a.is_local:
             raise ValueError("phase_b.warm_start: the teacher local has no weights: take none")
+        if self.phase_b.warm_start == "slice" and self.phase_a.learns_gaussians:
+            raise ValueError(
+                "phase_b.warm_start=slice is cut from a trained ViT: take warm_start=teacher for a "
+                "teacher with Gaussians, or phase_a.teacher=vit"
+            )
         return self
 
     def _check_exact(self) -> None:
