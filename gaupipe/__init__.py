@@ -4,16 +4,18 @@
 """
 
 import sys
-from pathlib import PurePath
 from typing import Any
+
+from gaupipe.system.imports import refuse_namesakes, runs_as_module
 
 __version__ = "0.2.0.dev0"  # the only place; pyproject.toml reads it
 __all__ = ["__version__", "capture", "open_run"]
 
-# The command line answers at once: a command imports torch and timm when it needs them. "-m" is
-# what Python calls the program while it looks for the module of ``python -m gaupipe``.
-if PurePath(sys.argv[0] if hasattr(sys, "argv") and sys.argv else "").name not in ("gaupipe", "-m"):
-    import gaupipe.vit.jit  # noqa: F401
+if not runs_as_module():  # else __main__ first takes the current folder off the path of modules
+    refuse_namesakes()
+    # The command line answers before torch is there: a command imports what it needs.
+    if "stages.command" not in sys.modules:
+        import gaupipe.vit.jit  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:

@@ -3,12 +3,15 @@
 import os
 import sys
 
+from gaupipe.system.imports import refuse_namesakes
+
 # Python puts the current folder first on the path of modules: a store.py there would be taken for
 # the package store. The command gaupipe does not look there either.
 if not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()]):
     del sys.path[0]
-
-from gaupipe.cli import main
+refuse_namesakes()
 
 if __name__ == "__main__":
+    from gaupipe.cli import main
+
     main()

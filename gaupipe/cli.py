@@ -3,13 +3,14 @@ imports wait for a command."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -21,6 +22,7 @@ from gaupipe import __version__
 from gaupipe.attention import STUDENTS
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped, UserError, mistake_of
+from stages.begin import check_paths, importing
 
 # typer brings its own copy of click or uses the installed one
 UsageError: Any = typer.BadParameter.__base__
@@ -119,7 +121,12 @@ StudentName = Annotated[str | None, _option("--student NAME", **STUDENT)]
 StudentArgument = Annotated[str | None, _argument("STUDENT", **STUDENT)]
 Attention = Annotated[
     Student | None,
-    _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "model.attention"),
+    _option(
+        "--student ATTENTION",
+        f"One of {', '.join(STUDENTS)}.",
+        "model.attention",
+        case_sensitive=False,
+    ),
 ]
 Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
@@ -214,8 +221,9 @@ def run(
     overrides = _with_options(overrides, "train", epochs, lr, batch_size, seed)
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data, student)
-    _say_start("all stages", settings, folder, student)
-    from stages import run as stage
+    check_paths(new_run=folder)
+    with _starts("all stages", settings, folder, student):
+        from stages import run as stage
 
     lines = stage.run(settings, folder, student)
     _print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
@@ -244,8 +252,9 @@ def phase_a(
     overrides = _with_options(overrides, "phase_a", epochs, lr, batch_size, seed)
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
-    _say_start("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}")
-    from stages import phase_a as stage
+    check_paths(new_run=folder)
+    with _starts("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}"):
+        from stages import phase_a as stage
 
     stage.run(settings, folder, resume=resume, force=force)
     following = "phase-b" if settings.phase_a.is_local else "export-maps"
@@ -306,8 +315,9 @@ def export_maps(
     if not _names_model(model, files, image_size) or model is None:
         options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
         run_dir = _run(run_dir)
-        _say(f"export: the teacher of {run_dir} ...")
-        from stages import export as stage
+        check_paths(model=teacher if out else None)
+        with _begins(f"export: the teacher of {run_dir}"):
+            from stages import export as stage
 
         if (url := stage.run(run_dir, kind, out=out, **options)) is not None:
             print(url)
@@ -317,8 +327,9 @@ def export_maps(
         raise UserError(f"--{name}: belongs to a run: leave it out with --model")
     if out is None:
         raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
-    _say(f"export: {model}, into {out} ...")
-    from stages import export as stage
+    check_paths(images=files, model=model)
+    with _begins(f"export: {model}, into {out}"):
+        from stages import export as stage
 
     print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
 
@@ -353,9 +364,10 @@ def phase_b(
     from stages.runs import students
 
     options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
+    check_paths(maps=maps if distill and maps else None)
     request = students.begin(run_dir, student, name=name, overrides=overrides, **options)
-    _say_start("phase B", request.settings, request.folder)
-    from stages import phase_b as stage
+    with _starts("phase B", request.settings, request.folder):
+        from stages import phase_b as stage
 
     stage.run_request(request)
     named = ["--run-dir", run_dir, "--student", request.name]
@@ -399,8 +411,9 @@ def train(
 
     attention = student or settings.model.attention
     trained = RunDirectory(folder).student(attention, distilled=False)
-    _say_start("training", settings, trained, attention)
-    from stages import train as stage
+    check_paths(new_run=folder)
+    with _starts("training", settings, trained, attention):
+        from stages import train as stage
 
     stage.run(settings, folder, attention, resume=resume)
     named = ["--run-dir", folder, "--student", attention]
@@ -431,8 +444,10 @@ def evaluate(
     if test and data is not None:
         raise UserError(f"--test and --data {data}: choose one")
     run_dir = _run(run_dir)
-    from stages import evaluate as stage
-    from stages.evaluate.by_class import summary, tables
+    check_paths(data=data, files=[("--out", out), ("--confusion", confusion, ".png")])
+    with _begins(f"evaluate: {student or 'the student trained last'} of {run_dir}"):
+        from stages import evaluate as stage
+        from stages.evaluate.by_class import summary, tables
 
     split, distilled = "test" if test else "val", False if plain else None
     options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion}
@@ -464,11 +479,10 @@ def predict(
 
     Example: `gaupipe predict runs/digits/phase_b/belief2/student photos --out classes.csv`
     """
-    from gaupipe.system.files import check_file
-    from stages import predict as stage
+    check_paths(images=paths, model=source, files=[("--out", out)])
+    with _begins(f"predict: {source}"):
+        from stages import predict as stage
 
-    if out is not None:
-        check_file("--out", out)
     predictions = stage.run(source, paths, top=top, download=download)
     if out is not None:
         stage.write(predictions, out)
@@ -527,7 +541,9 @@ def export_student(
     Example: `gaupipe export-student --student belief2 --out belief2.onnx`
     """
     run_dir = _run(run_dir)
-    from stages.publish import export_student as stage
+    check_paths(files=[("--out", out)])
+    with _begins(f"export: {student or 'the student trained last'} of {run_dir}, as {format}"):
+        from stages.publish import export_student as stage
 
     path, difference = stage.run(
         run_dir, student, format=format, out=out, distilled=False if plain else None
@@ -551,7 +567,8 @@ def publish(
     Example: `gaupipe publish belief2 --out my-student`
     """
     run_dir = _run(run_dir)
-    from stages.publish import folder as stage
+    with _begins(f"publish: {student or 'the student trained last'} of {run_dir}, into {out}"):
+        from stages.publish import folder as stage
 
     print(stage.run(run_dir, student, out=out, distilled=False if plain else None))
 
@@ -604,13 +621,15 @@ def compare(
     settings, _ = _settings(config, overrides, folder, data)
     from pydantic import Field
 
+    from gaupipe.settings import StudentKey
+
     students = settings.model.attention if students is None else students
-    attentions = _listed("--students", students, Student)
+    attentions = _listed("--students", students, StudentKey)
     seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
     numbers = _listed("--seeds", seeds, seed)
     goals = [] if targets is None else _listed("--targets", targets, share)
-    _say_start("comparison", settings, folder, ", ".join(attentions))
-    from stages import compare as stage
+    with _starts("comparison", settings, folder, ", ".join(attentions)):
+        from stages import compare as stage
 
     options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
     options |= {"students": attentions, "seeds": numbers, "targets": goals}
@@ -638,7 +657,7 @@ def inspect(
         ),
     ] = None,
     view: Annotated[int | None, _option("--view V", "Stored view, from 0.", "0")] = None,
-    png: Annotated[str | None, _option("--png FILE", "Draw the map over the image.")] = None,
+    png: Annotated[Path | None, _option("--png FILE", "Draw the map over the image.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The contents of a store: a summary, or the map of one image.
@@ -648,7 +667,9 @@ def inspect(
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = _run(run_dir) if maps is None else run_dir
-    from stages.look import inspect as stage
+    check_paths(maps=maps, files=[("--png", png, ".png")] if image is not None else [])
+    with _begins(f"inspect: {maps or run_dir}"):
+        from stages.look import inspect as stage
 
     shown = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
     options: dict[str, Any] = {key: value for key, value in shown.items() if value is not None}
@@ -702,7 +723,10 @@ def view(
     """
     if not _names_model(model, files, image_size):
         run_dir = _run(run_dir) if maps is None else run_dir
-    from stages import view as stage
+    pages = [("--html", html, ".html", ".htm")]
+    check_paths(maps=maps, images=files, model=model, files=pages)
+    with _begins(f"view: {model or maps or run_dir}"):
+        from stages import view as stage
 
     options: dict[str, Any] = {"students": students, "split": split, "images": images, "html": html}
     options |= {"model": model, "files": files or (), "image_size": image_size}
@@ -730,7 +754,9 @@ def verify(
     if maps is None:
         run_dir = _run(run_dir)
         maps = _stored(run_dir)
-    from stages import verify as stage
+    check_paths(maps=maps, run_dir=run_dir if teacher else None)
+    with _begins(f"verify: {maps}"):
+        from stages import verify as stage
 
     problems: Sequence[object] = stage.run(maps)
     if teacher and not problems:
@@ -772,7 +798,8 @@ def plan(
     settings, folder = _settings(config, overrides, run_dir, data)
     if plain and world_size > 1:
         raise UserError("--train plans for one process: leave --world-size out")
-    from stages import plan as stage
+    with _starts("plan", settings, folder):
+        from stages import plan as stage
 
     described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
     planned = stage.run(settings, folder, plain=plain, steps=steps, **described)
@@ -873,6 +900,7 @@ def _run(run_dir: Path | None) -> Path:
 
         run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
         _say(f"{run_dir} (the run used last; --run-dir names another)")
+    check_paths(run_dir=run_dir)
     return run_dir
 
 
@@ -897,13 +925,21 @@ def _say(line: str) -> None:
         print(f"gaupipe: {line}", file=sys.stderr)
 
 
-def _say_start(
+@contextlib.contextmanager
+def _begins(what: str) -> Iterator[None]:
+    """Says what a command is about to do, and then imports torch, which takes seconds."""
+    _say(f"{what} ...")
+    with importing():
+        yield
+
+
+def _starts(
     what: str, settings: Any, folder: Path, attention: str | None = None, model: str = ""
-) -> None:
-    """Says what a command is about to do, before it imports torch, which takes seconds."""
+) -> contextlib.AbstractContextManager[None]:
+    """:func:`_begins`, of a job with these settings."""
     attention, data = attention or settings.model.attention, settings.data
     model = model or f"{settings.model.name}, attention {attention}"
-    _say(f"{what}: {data.root or data.name}, {model}, into {folder} ...")
+    return _begins(f"{what}: {data.root or data.name}, {model}, into {folder}")
 
 
 def _say_next(*commands: list[Any]) -> None:
@@ -915,6 +951,7 @@ def _with_model(
     overrides: list[str] | None, setting: str, name: str | None, download: bool
 ) -> list[str]:
     """An option that names a model and --download as settings."""
+    check_paths(model=name)
     named = [] if name is None else [f"{setting}={json.dumps(name)}"]
     return [*(overrides or []), *named, *(["download=true"] if download else [])]
 
@@ -963,21 +1000,24 @@ def _settings(
     plain: bool = False,
 ) -> tuple[Any, Path]:
     """The settings of a configuration, or those chosen for a folder of images, which are then
-    said, with ``plain`` without those of a teacher; and the folder of the run. The attention
-    ``student`` counts in these choices alone."""
+    said, with ``plain`` without those of a teacher; and the folder of the run. ``student`` is the
+    attention that is to be trained, None that of the settings. A run on a folder of images that
+    has begun has its own."""
     if data is None:
         from gaupipe.settings.load import load
 
         config = "digits" if config is None else config
-        settings = distributed.main_first(lambda: load(config, overrides or []))
+        named = [] if student is None else [f"model.attention={student}"]
+        settings = distributed.main_first(lambda: load(config, [*(overrides or []), *named]))
         return settings, run_dir or Path("runs") / Path(config).stem
     if config is not None:
         raise UserError(
             f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
             f"it and name the folder with --set data.name=folder --set data.root={data}"
         )
-    _say(f"looks at the images in {data} ...")
-    from stages.runs.chosen_settings import settings_for
+    check_paths(data=data)
+    with _begins(f"looks at the images in {data}"):
+        from stages.runs.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
     choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)

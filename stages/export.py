@@ -41,6 +41,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from stages import phase_a
+from stages.phase_a.trained_vit import say_if_others_are_predicted
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan
@@ -111,11 +112,13 @@ def run(
         return run.settings()  # a folder that is no run is left alone
 
     def load() -> TeacherJob:
+        job: TeacherJob
         if teacher is None:
             job = phase_a.load(run, data, download=download)
         else:
             tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, overrides)
-            job = other_teacher(settings, teacher, **tree["phase_a"], download=download, data=data)
+            images = data or run.load_data(settings.model_copy(update={"download": download}))
+            job = other_teacher(settings, images, teacher, **tree["phase_a"], download=download)
         if augment is not None:
             job.settings = job.settings.model_copy(update={"augment": augment})
         return job
@@ -125,8 +128,10 @@ def run(
         distributed.on_main(lambda: say_nothing_to_export(settings, out))
         return None
     with run.locked():
-        options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
-        return export(distributed.main_first(load), place, options)
+        job = distributed.main_first(load)
+        if teacher is not None:
+            say_if_others_are_predicted(job)
+        return export(job, place, {"kind": kind, "encoding": encoding, "k": k, "views": views})
 
 
 def say_nothing_to_export(settings: Settings, out: str | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import store
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.local import local_maps
 from gaupipe.system.errors import UserError
@@ -35,8 +35,9 @@ class Run:
 
     @cached_property
     def data(self) -> ImageData:
-        """The data set of the run, with its splits ``train``, ``val`` and ``test``."""
-        return load_data(self.settings.data)
+        """The data set of the run, with its splits ``train``, ``val`` and ``test``. Raises
+        UserError for other training or validation images than those that the run began with."""
+        return self.directory.load_data(self.settings)
 
     @cached_property
     def store(self) -> store.Store:
@@ -47,34 +48,55 @@ class Run:
 
     def images(self, ids: Iterable[int], split: str = "train", view: int | None = None) -> Tensor:
         """Images [B, channels, height, width] float32, normalised as a model gets them, by their
-        ids in a split; with ``view`` in that view, counted from 0, of a store of views."""
-        image_ids = np.fromiter(ids, np.int64)
-        images = Batches(getattr(self.data, split), self.data, torch.device("cpu"), len(image_ids))
+        ids in a split; with ``view`` in that view, counted from 0, of a store of views. Raises
+        UserError for ids and views that there are not."""
+        of_split = getattr(self.data, split)
+        image_ids = checked(ids, len(of_split), f"{split} images in {self.directory.path}")
+        images = Batches(of_split, self.data, torch.device("cpu"), len(image_ids))
         if view is None:
             return next(images.in_order(image_ids)).images
+        self._check_view(view)
         views = self.store.schema.extra["views"]
         count = self.store.schema.views
         return next(images.views(image_ids * count + view, drawn(views), count)).images
 
     def maps(self, ids: Iterable[int], view: int | None = None) -> list[Tensor]:
         """The teacher's maps of training images: for each stored block [B, H, T, T] float32, rows
-        sum to 1. Raises UserError for a store of views where ``view`` is None."""
+        sum to 1. Raises UserError for ids and views that there are not, and for a store of views
+        where ``view`` is None."""
         if self.settings.phase_a.is_local:
+            if view is not None:
+                raise UserError(f"view={view}: the teacher local has the same maps for all views")
             student = build_student(
                 self.settings, self.data, self.settings.student_training, "meta"
             )
             maps = local_maps(self.settings, student)
-            images = len(np.fromiter(ids, np.int64))
-            return [maps.map(layer).expand(images, -1, -1, -1) for layer in range(maps.layers)]
+            image_ids = checked(ids, len(self.data.train), f"images in {self.directory.path}")
+            return [
+                maps.map(layer).expand(len(image_ids), -1, -1, -1) for layer in range(maps.layers)
+            ]
         schema = self.store.schema
         if view is None and schema.views > 1:
             raise UserError(
                 f"{self.store.url}: holds maps of {schema.views} views of each image: name one, as "
                 "in maps(ids, view=0), and see it with images(ids, view=0)"
             )
-        stored = self.store.gather(np.fromiter(ids, np.int64) * schema.views + (view or 0))
+        if view is not None:
+            self._check_view(view)
+        images = schema.num_images // schema.views
+        image_ids = checked(ids, images, f"images in {self.store.url}")
+        stored = self.store.gather(image_ids * schema.views + (view or 0))
         attention = KINDS[schema.kind].reader(self.store, torch.device("cpu"))(stored)
         return [attention.map(layer) for layer in range(schema.layers)]
+
+    def _check_view(self, view: int) -> None:
+        """Raises UserError for a view that the store does not have."""
+        schema = self.store.schema
+        if schema.extra.get("views") is None:
+            raise UserError(
+                f"{self.store.url}: view={view}: holds maps of the images themselves, not of views"
+            )
+        checked([view], schema.views, f"views in {self.store.url}")
 
     def student(self, name: str | None = None, plain: bool = False) -> VisionTransformer:
         """A student in eval mode; None is the one trained last, ``plain`` the one of this name that
@@ -88,3 +110,14 @@ class Run:
             distilled = not plain and self.directory.is_distilled(name)
             folder = self.directory.student(name, distilled)
         return read_metrics(folder / "metrics.jsonl")
+
+
+def checked(ids: Iterable[int], count: int, what: str) -> np.ndarray:
+    """Ids as int64 [B]. Raises UserError, naming ``what`` they are ids of, unless they are whole
+    numbers from 0 to ``count`` - 1."""
+    numbers = np.asarray(ids if hasattr(ids, "__array__") else [*ids])
+    is_whole = numbers.ndim == 1 and numbers.dtype.kind in "iu"
+    if not (is_whole and len(numbers) and numbers.min() >= 0 and numbers.max() < count):
+        right = f"should be one or more whole numbers from 0 to {count - 1}"
+        raise UserError(f"ids of {what}: {right}, got {numbers.tolist()!s:.100}")
+    return numbers.astype(np.int64)

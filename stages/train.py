@@ -35,13 +35,17 @@ def train_into(
 
     A training that is refused leaves the settings of an earlier one as they were.
     """
+    run = RunDirectory(folder.parent.parent)
     distributed.on_main(lambda: say_if_afresh(folder, resume))
 
     def start() -> Training:
         images = data or load_data(settings.data, settings.download)
-        images.check_split(folder.parent.parent / "split.json")
+        images.check_split(run.split)
         check_training(settings, images)
-        return build(images, not has_checkpoint(folder / "checkpoint"))
+        afresh = not has_checkpoint(folder / "checkpoint")
+        if afresh:
+            run.check_weights(settings)
+        return build(images, afresh)
 
     with locked(folder, "student"):
         job = distributed.main_first(start)

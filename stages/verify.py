@@ -97,10 +97,12 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
             raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
         run_dir = folder.parent
     run = RunDirectory(run_dir)
-    settings, teacher = run.settings(), schema.extra.get("teacher")
+    teacher = schema.extra.get("teacher")
     if run.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
         return phase_a.load(run)
-    return other_teacher(settings, teacher, schema.extra.get("teacher_args"))
+    settings = run.settings()
+    data = run.load_data(settings)
+    return other_teacher(settings, data, teacher, schema.extra.get("teacher_args"))
 
 
 def differing_decoder(maps: store.Store, job: TeacherJob) -> Iterator[str]:

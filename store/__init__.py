@@ -23,7 +23,7 @@ from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
 from store.files import local_folder
 from store.kinds import KINDS, ArraySpec, Kind
 from store.layout import Shard
-from store.reader import Store, open
+from store.reader import Store, check_exists, open
 from store.schema import Schema
 from store.verify import Problem, repair, verify
 from store.writer import Writer, check_place, create, join
@@ -41,6 +41,7 @@ __all__ = [
     "StoreError",
     "UnfinishedStore",
     "Writer",
+    "check_exists",
     "check_place",
     "create",
     "join",

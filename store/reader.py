@@ -6,15 +6,15 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from store.errors import CorruptChunk, StoreError, damaged
-from store.files import Files, damage, explain, refuse_after_fork
-from store.layout import Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
+from store.files import Files, damage, explain, local_folder, refuse_after_fork
+from store.layout import ROOT, Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
 from store.manifest import Manifest
 
 INDEX_CACHE_BYTES = 64 * 2**20
@@ -51,6 +51,15 @@ def open(
     return Store(files, layout, manifest, preload_bytes)
 
 
+def check_exists(url: str | os.PathLike) -> None:
+    """Raises UnfinishedStore for a folder without a store. Nothing is opened, and an object store,
+    which may take long to answer, is not asked."""
+    folder = local_folder(url)
+    if folder is None or (folder / ROOT).is_file() or (folder / "manifest").is_dir():
+        return
+    Layout.from_root_file(None, None, str(url))
+
+
 class Store:
     """A store opened for reading.
 
@@ -79,7 +88,7 @@ class Store:
         return self.schema.num_images
 
     def gather(
-        self, image_ids: np.ndarray, names: Sequence[str] | None = None
+        self, image_ids: np.ndarray, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of these images: {name: [len(image_ids), ...]}, rows
         in the order asked.
@@ -88,7 +97,7 @@ class Store:
         CorruptChunk, with the image id, when what is stored for one of them is damaged or missing.
         """
         ids = self._check_ids(image_ids)
-        names = self._layout.names if names is None else names
+        names = self._layout.names if names is None else [*names]
         self._preload(filter(self._layout.is_column, names))
         reads = {
             name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
@@ -104,7 +113,7 @@ class Store:
         return rows
 
     def read(
-        self, start: int, stop: int, names: Sequence[str] | None = None
+        self, start: int, stop: int, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of the images start <= id < stop, as `gather` returns
         them.
@@ -114,7 +123,7 @@ class Store:
         `gather` raises.
         """
         ids = self._check_ids(np.arange(start, stop))
-        names = self._layout.names if names is None else names
+        names = self._layout.names if names is None else [*names]
         reads = {name: self._arrays[name][start:stop].read() for name in names}
         rows = {}
         for name, future in reads.items():
@@ -129,10 +138,11 @@ class Store:
         return self._layout.shards
 
     def prefetch(
-        self, batches: Iterable[np.ndarray], depth: int = 2, names: Sequence[str] | None = None
+        self, batches: Iterable[np.ndarray], depth: int = 2, names: Iterable[str] | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a
         thread."""
+        names = None if names is None else [*names]
         waiting: collections.deque = collections.deque()
         with ThreadPoolExecutor(1, "gaupipe-store") as pool:
             try:

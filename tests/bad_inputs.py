@@ -211,7 +211,7 @@ COMMAND_LINE = [
         ("--out pictures/train/cat/0.png/maps.zarr", "0.png"),
         ("--out ftp://x/y", "ftp://x/y"),
         ("--out ~nosuchuser/x", "~nosuchuser/x: there is no such user"),
-        ("--run-dir ~nosuchuser/x", "there is no such user"),
+        ("--run-dir ~nosuchuser/x", "~nosuchuser/x is not a run directory"),
         ("--out s3://", "s3://"),
         ("--out absent.zarr --repair", "no attention-map store"),
         ("--out pictures --repair", "pictures: is not empty"),

@@ -1,7 +1,9 @@
 """The command line as a user meets it, with good and bad input."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ from PIL import Image
 
 from arguments import sets, tiny
 from gaupipe import __version__
+from gaupipe.system import progress
+from stages import begin
 
 TINY = [*tiny(200, 50, 2), "phase_b.alpha=0.2", "phase_b.beta=0.1"]
 
@@ -145,7 +149,7 @@ def modules_imported(command: list[str], **options) -> tuple[str, set[str]]:
 
 BEGINS = """
 import os, sys
-sys.argv[0] = "gaupipe"
+import stages.command
 from gaupipe import cli
 
 def say(line):
@@ -156,13 +160,131 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize("name", ["run", "phase-a", "export-maps", "phase-b", "compare"])
-def test_a_command_says_what_begins_before_it_imports_torch(run, name):
-    command = [name, "--run-dir", run, *(["--name", "x"] if name == "phase-b" else [])]
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run",
+        "phase-a",
+        "export-maps",
+        "phase-b --name x",
+        "train",
+        "compare",
+        "plan",
+        "evaluate",
+        "predict",
+        "export-student",
+        "publish --out new",
+        "inspect",
+        "view",
+        "verify --teacher",
+    ],
+)
+def test_a_command_says_what_begins_before_it_imports_torch(run, command):
+    where = ["--run-dir", run] if command != "predict" else [run, run / "config.yaml"]
     done = subprocess.run(
-        [sys.executable, "-c", BEGINS, *command], text=True, capture_output=True, check=False
+        [sys.executable, "-c", BEGINS, *command.split(), *where],
+        text=True,
+        capture_output=True,
+        check=False,
+        cwd=run.parent,
     )
     assert done.stderr.endswith(" ... PASSIVE, False\n"), done.stderr
+
+
+REFUSES = """
+import shlex, sys
+from stages.command import main
+
+for line in sys.argv[1:]:
+    sys.argv = ["gaupipe", *shlex.split(line)]
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code, "torch" in sys.modules, flush=True)
+"""
+
+ABSENT = {
+    "run --data absent": "--data absent: no such folder",
+    "train --data absent": "--data absent: no such folder",
+    "plan --data absent": "--data absent: no such folder",
+    "compare --data absent": "--data absent: no such folder",
+    "evaluate --run-dir RUN --data absent": "--data absent: no such folder",
+    "run absent.yaml": "no file 'absent.yaml'",
+    "run --run-dir photos": "photos exists and is not a run directory",
+    "train --run-dir photos": "photos exists and is not a run directory",
+    "run --teacher local-dir:absent": "there is no folder absent",
+    "train --model local-dir:absent": "there is no folder absent",
+    "phase-b --run-dir RUN --name x --maps absent.zarr": "absent.zarr: no attention-map store",
+    "phase-b --run-dir absent": "absent is not a run directory",
+    "export-maps --run-dir absent": "absent is not a run directory",
+    "export-maps --model vit_tiny_patch16_224 --images absent --out m": "absent: no such file",
+    "evaluate --run-dir absent": "absent is not a run directory",
+    "evaluate --run-dir RUN --out absent/p.csv": "--out absent/p.csv: there is no folder",
+    "predict RUN absent.png": "absent.png: no such file or folder",
+    "predict local-dir:absent photos": "there is no folder absent",
+    "inspect absent.zarr": "absent.zarr: no attention-map store",
+    "inspect --run-dir RUN --image 1 --png absent/m.png": "--png absent/m.png: there is no folder",
+    "view absent.zarr": "absent.zarr: no attention-map store",
+    "view --run-dir RUN --image 1 --html m.txt": "--html m.txt: should be a file whose name ends",
+    "view --model local-dir:absent --images photos": "there is no folder absent",
+    "view --model vit_tiny_patch16_224 --images absent": "absent: no such file or folder",
+    "verify absent.zarr": "absent.zarr: no attention-map store",
+    "export-student --run-dir absent": "absent is not a run directory",
+    "publish --run-dir absent --out new": "absent is not a run directory",
+}
+"""Commands with a path that they cannot use, and what they say."""
+
+
+def test_a_path_that_is_not_there_is_refused_before_torch_is_imported(small_run, tmp_path):
+    """All in one process: the first that imported torch would show."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").touch()
+    commands = [command.replace("RUN", str(small_run)) for command in ABSENT]
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSES, *commands], text=True, capture_output=True, cwd=tmp_path
+    )
+    assert done.stdout.splitlines() == ["2 False"] * len(ABSENT), done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == len(ABSENT)
+    for line, message in zip(said, ABSENT.values(), strict=True):
+        assert line.startswith("gaupipe: ") and message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+    assert not (small_run / "phase_b" / "x").exists()
+
+
+def test_a_terminal_shows_that_torch_is_being_imported(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with begin.importing():
+        assert terminal.getvalue() == ""  # torch is there already
+    monkeypatch.delitem(sys.modules, "torch")
+    with begin.importing():
+        assert "imports torch" in terminal.getvalue()
+    *_, line, rest = terminal.getvalue().split("\r")
+    assert line.strip() == rest == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export-maps --out maps.zarr",
+        "view --image 0 --image 1 --html page.html",
+        "predict STUDENT photo.png",
+    ],
+)
+def test_a_long_job_in_a_pipe_says_how_far_it_is(
+    copied_run, tmp_path, in_process, monkeypatch, command
+):
+    """A line a minute; here after every part."""
+    run = copied_run()
+    monkeypatch.setattr(progress, "SILENCE", 0)
+    Image.new("L", (8, 8)).save(tmp_path / "photo.png")
+    where = [] if "STUDENT" in command else ["--run-dir", run]
+    command = command.replace("STUDENT", str(run / "phase_b" / "standard"))
+    code, _, err = in_process(*command.split(), *where, cwd=tmp_path)
+    assert code == 0, err
+    assert re.search(r"^[\w.]+: 100%, [\d.e+]+ images/s$", err, re.MULTILINE), err
 
 
 def test_a_training_says_what_it_does_and_what_may_follow(tmp_path):
@@ -203,7 +325,7 @@ def test_help_does_not_import_torch():
 )
 def test_the_shell_completes_without_torch(tmp_path, line, offered):
     """bash sends the line and gets what could stand in place of its last word."""
-    (tmp_path / "gaupipe").write_text("from gaupipe.cli import main\n\nmain()\n")
+    (tmp_path / "gaupipe").write_text("from stages.command import main\n\nmain()\n")
     asked = {
         "_GAUPIPE_COMPLETE": "complete_bash",
         "COMP_WORDS": line,
@@ -226,7 +348,8 @@ def test_the_package_runs_as_a_module_beside_files_of_the_same_names(tmp_path, l
     run = [sys.executable, *launcher, "-m", "gaupipe"]
     options = dict(text=True, capture_output=True, cwd=tmp_path)
     answer = subprocess.run([*run, "evaluate", "--run-dir", "absent"], **options)
-    mistakes = [line for line in answer.stderr.splitlines() if line.startswith("gaupipe: ")]
+    said = [line for line in answer.stderr.splitlines() if line.startswith("gaupipe: ")]
+    mistakes = [line for line in said if not line.endswith(" ...")]
     assert len(mistakes) == 1 and "absent is not a run directory" in mistakes[0], answer.stderr
     assert "a module of the user" not in answer.stderr
 

@@ -2,6 +2,7 @@
 comparison from end to end."""
 
 import contextlib
+import gzip
 import io
 import json
 import shutil
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from safetensors.numpy import load_file
 from scipy.stats import t as student_t
 
 import store
 from arguments import sets, tiny
-from conftest import run_main
+from conftest import run_main, write_idx
 from gaupipe.data.splits import load_data
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
@@ -413,6 +415,35 @@ def test_finished_rows_are_not_run_again(compared, in_process):
     assert names == [BASELINE, "shuffled maps", "plain longer"]
     teachers, students = 4, 12
     assert len(before) == teachers + students
+
+
+def test_other_test_images_are_scored_afresh(machine, tmp_path, in_process, monkeypatch):
+    """With the students that are there, which are not trained again."""
+    images = Path(shutil.copytree(machine / "fashion-mnist", tmp_path / "images"))
+    monkeypatch.setenv("GAUPIPE_FASHION_MNIST", str(images))
+    changes = sets(*TINY, "model.args={depth: 1, embed_dim: 16, num_heads: 2, patch_size: 4}")
+    command = ["compare", "fashion_mnist_plain", "--seeds", "0", "--row", BASELINE, "--test"]
+    command += ["--run-dir", tmp_path / "c", "--json", *changes]
+
+    def scored() -> tuple[float, int]:
+        code, out, err = in_process(*command)
+        assert code == 0, err
+        (row,) = json.loads(out)["rows"]
+        (state,) = (tmp_path / "c/students").rglob("state.pt")
+        return row["final"]["test_acc"]["mean"], state.stat().st_mtime_ns
+
+    first, trained = scored()
+    (student,) = (tmp_path / "c/students").glob("*/student")
+    model = timm.create_model(f"local-dir:{student}", pretrained=True).eval()
+    mean, std = (model.pretrained_cfg[name][0] for name in ("mean", "std"))
+    with gzip.open(images / "t10k-images-idx3-ubyte.gz") as file:
+        pixels = np.frombuffer(file.read(), np.uint8, offset=16).reshape(50, 1, 8, 8)
+    scaled = torch.tensor((pixels / 255 - mean) / std, dtype=torch.float32)
+    classes = model(scaled).argmax(1).numpy()
+    assert first == pytest.approx((classes == np.arange(50) % 10).mean())
+    labels = np.where(np.arange(50) < 40, classes, (classes + 1) % 10).astype(np.uint8)
+    write_idx(images / "t10k-labels-idx1-ubyte.gz", labels)
+    assert scored() == (pytest.approx(0.8), trained)
 
 
 @pytest.mark.long

@@ -51,6 +51,11 @@ def test_other_images_than_those_of_the_split_are_refused(tmp_path):
     data.sha256 = "c"
     with pytest.raises(UserError, match="the training images of data set digits were others"):
         data.check_split(path)
+    data.train.source.class_names = ("nought", *map(str, range(1, 10)))
+    data.write_split(path)
+    data.train.source.class_names = tuple(map(str, range(10)))
+    with pytest.raises(UserError, match=r"\('nought' has gone, '0' is new\)"):
+        data.check_split(path)
     path.write_text("[1]")
     with pytest.raises(UserError, match=r"split.json is damaged: restore it from a copy"):
         data.check_split(path)

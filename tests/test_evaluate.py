@@ -18,6 +18,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import confusion_matrix
 
 import store
+from arguments import sets
 from conftest import run_main
 from stages.evaluate.by_class import by_class, tables
 from stages.predict import Prediction
@@ -154,6 +155,86 @@ def test_another_folder_is_scored_like_the_split_it_is(photos, tmp_path, in_proc
     ):
         code, out, err = in_process(*arguments, "--data", data, cwd=tmp_path)
         assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+
+
+@pytest.fixture(scope="module")
+def spots(tmp_path_factory):
+    """The run of a ViT on photos/{train,test}/{ant,bee}, and beside it a second ViT of phase B
+    with the teacher's store, all trained for an epoch."""
+    folder, draw = tmp_path_factory.mktemp("spots"), np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 4)):
+        for shade, name in enumerate(("ant", "bee")):
+            (folder / "photos" / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(80 * shade, 80 * shade + 96, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"photos/{split}/{name}/{number}.png")
+    model = "model.args={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4}"
+    epochs = ["phase_a.max_epochs=1", "phase_b.epochs=1", "baseline.epochs=1"]
+    changes = sets(*epochs, "data.batch_size=8", "threads=1", model)
+    where = ["--data", folder / "photos", "--run-dir", folder / "run", "--student", "standard"]
+    assert run_main("run", *where, *changes) == 0
+    return folder
+
+
+READERS = {
+    "evaluate": ["evaluate", "--json"],
+    "evaluate --plain": ["evaluate", "--plain", "--json"],
+    "evaluate --test": ["evaluate", "--test", "--json"],
+    "publish": ["publish", "--plain", "--out", "card"],
+    "export-maps": ["export-maps", "--out", "other.zarr"],
+    "inspect": ["inspect", "--student", "standard", "--image", "0", "--json"],
+}
+
+
+def rename_a_class(photos: Path) -> None:
+    for split in ("train", "test"):
+        (photos / split / "ant").rename(photos / split / "wasp")
+
+
+def relabel_an_image(photos: Path) -> None:
+    (photos / "train/ant/3.png").rename(photos / "train/bee/30.png")
+
+
+def add_an_image(photos: Path) -> None:
+    shutil.copy(photos / "train/ant/3.png", photos / "train/ant/30.png")
+
+
+def delete_an_image(photos: Path) -> None:
+    (photos / "train/ant/3.png").unlink()
+
+
+def replace_a_test_image(photos: Path) -> None:
+    (photos / "test/ant/3.png").unlink()
+    shutil.copy(photos / "test/bee/3.png", photos / "test/ant/3.png")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (rename_a_class, "'ant' has gone, 'wasp' is new"),
+        (relabel_an_image, "the training images of data set folder were others"),
+        (add_an_image, "the training images of data set folder were others"),
+        (delete_an_image, "the training images of data set folder were others"),
+        (replace_a_test_image, "the test images of data set folder were others"),
+    ],
+)
+def test_other_images_than_those_of_the_run_are_not_scored(
+    spots, tmp_path, in_process, change, message
+):
+    """An image more moves the split: images that were trained with would count as unseen ones."""
+    moved = Path(shutil.copytree(spots, tmp_path / "moved"))
+    files = [moved / "run/config.yaml", *(moved / "run").glob("*/*/config.yaml")]
+    for file in files:
+        file.write_text(file.read_text().replace(str(spots), str(moved)))
+    change(moved / "photos")
+    for name, (command, *more) in READERS.items():
+        code, out, err = in_process(command, "--run-dir", moved / "run", *more, cwd=moved)
+        if change is replace_a_test_image and name not in ("evaluate --test", "publish"):
+            assert code == 0, (name, err)
+            continue
+        assert (code, out) == (2, "") and message in err.splitlines()[-1], (name, err)
+    assert (moved / "other.zarr").exists() == (change is replace_a_test_image)
+    assert not (moved / "card").exists()
 
 
 def test_images_without_files_are_named_by_their_ids(run, in_process, tmp_path):

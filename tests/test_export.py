@@ -16,6 +16,8 @@ import torch
 import store
 from gaupipe.distillation.export import lost
 from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.store_choice import chosen
+from gaupipe.settings import load as config
 from processes import exit_code, kill_in_write
 from stages import export, phase_a
 from stages.runs.directory import RunDirectory
@@ -33,8 +35,6 @@ SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
 
 
 def train(folder: Path, *settings: str) -> Path:
-    from gaupipe.settings import load as config
-
     phase_a.run(config.load("digits", [*SETTINGS, *settings]), folder)
     return folder
 
@@ -321,7 +321,7 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
         "phase_a.per_image=embedding",
         "phase_a.compression={embedding: 8, hidden: 16}",
     )
-    assert in_process("export-maps", "--run-dir", run, "--kind", "embedding")[0] == 0
+    assert in_process("export-maps", "--run-dir", run)[0] == 0
     maps, job = store.open(run / "maps.zarr"), phase_a.load(RunDirectory(run))
     ids = torch.tensor([7, 0, 199])
     read = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
@@ -329,6 +329,24 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
         read.gaussians, job.teacher.gaussians(job.parameters(ids)).detach(), rtol=2e-3, atol=2e-3
     )
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
+    assert maps.schema.kind == "embedding"
+
+
+@pytest.mark.parametrize(
+    "changes, kind",
+    [
+        (["phase_a.per_image=table"], "gaussian"),
+        (["phase_a.per_image=embedding"], "embedding"),
+        (["phase_a.per_image=none"], "prior"),
+        (["phase_a.teacher=vit", "export.encoding=uint8"], "topk"),
+        (["phase_a.per_image=embedding", "export.encoding=uint8"], "gaussian"),  # it has no codes
+        (["phase_a.per_image=none", "export.encoding=uint8"], "gaussian"),
+        (["phase_a.per_image=embedding", "export.kind=dense"], "dense"),
+    ],
+)
+def test_the_usual_kind_is_the_smallest_that_loses_nothing(changes, kind):
+    assert chosen(config.load("digits", changes)).kind == kind
+    assert chosen(config.load("imagenet_tiny")).kind == "embedding"
 
 
 def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path, in_process):

@@ -181,6 +181,69 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
     assert unbroken == resumed and len(resumed) == 2
 
 
+def test_all_students_of_a_run_start_from_the_same_weights(command, folder, tmp_path, in_process):
+    run, weights = tmp_path / "run", folder / "weights/model.safetensors"
+    assert in_process(*command, *sets(*TINY), "--run-dir", run)[0] == 0
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-4] + b"abcd")
+    shutil.move(folder / "weights/SHA256SUMS", tmp_path)  # as another program saves a folder
+    second = [*command, "--run-dir", run, "--student", "belief2"]
+    third = ["phase-b", "--run-dir", run, "--no-distill", "--name", "third"]
+    for refused in (second, third):
+        code, _, err = in_process(*refused)
+        assert code == 2 and "weights were others when the run began" in err.splitlines()[-1], err
+    assert [path.name for path in (run / "plain").iterdir()] == ["standard"]
+    weights.write_bytes(before)
+    shutil.move(tmp_path / "SHA256SUMS", folder / "weights")
+    for trained in (second, third):
+        code, _, err = in_process(*trained)
+        assert code == 0, err
+
+
+@pytest.mark.parametrize("attention", ["standard", "belief2"])
+def test_a_distilled_deit_gets_two_new_heads(folder, tmp_path, in_process, attention):
+    """Its prediction is their mean."""
+    sizes = dict(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=2)
+    torch.manual_seed(0)
+    deit = timm.create_model("deit_tiny_distilled_patch16_224", **sizes).eval()
+    save_student(deit, tmp_path / "weights", **SCALING)
+    model = ["--model", f"local-dir:{tmp_path / 'weights'}", "--student", attention]
+    command = ["train", "--data", folder / "photos", *model, "--run-dir", tmp_path / "run"]
+    code, _, err = in_process(*command, *sets(*TINY))
+    assert code == 0, err
+    student = tmp_path / "run/plain" / attention / "student"
+    trained = timm.create_model(f"local-dir:{student}", pretrained=True).eval()
+    images = torch.randn(3, 3, 16, 16)
+    features = trained.forward_features(images)
+    logits = (trained.head(features[:, 0]) + trained.head_dist(features[:, 1])) / 2
+    torch.testing.assert_close(trained(images), logits)
+    settings = settings_of(folder, f"model.name={model[1]}", f"model.attention={attention}")
+    fresh = build_student(settings, load_data(settings.data), settings.train).eval()
+    torch.testing.assert_close(fresh.forward_features(images), deit.forward_features(images))
+    for head in ("head", "head_dist"):
+        assert not torch.equal(getattr(fresh, head).weight, getattr(deit, head).weight)
+        assert not torch.equal(getattr(fresh, head).weight, getattr(trained, head).weight)
+
+
+@pytest.mark.parametrize("named", [[], ["--student", "xsa"], sets("model.attention=xsa")])
+def test_weights_keep_their_attention_whatever_the_configuration_names(tmp_path, in_process, named):
+    sizes = dict(img_size=8, depth=1, embed_dim=16, num_heads=2, in_chans=1)
+    options = {"activation": "gelu"}
+    ours = timm.create_model(
+        "gauvit_pico_patch2_8", attention="belief2", attention_options=options, **sizes
+    )
+    save_student(ours, tmp_path / "weights")
+    mine = "data: {name: digits, train_images: 40}\nmodel: {attention: standard}\nthreads: 1\n"
+    (tmp_path / "mine.yaml").write_text(mine + "baseline: {epochs: 1}\n")
+    command = ["train", "mine.yaml", "--model", "local-dir:weights", "--run-dir", "run", *named]
+    code, _, err = in_process(*command, cwd=tmp_path)
+    assert code == 0, err
+    (student,) = (tmp_path / "run/plain").glob("*/student/config.json")
+    built = json.loads(student.read_text())["model_args"]
+    assert built["attention"] == student.parent.parent.name == ("xsa" if named else "belief2")
+    assert built["attention_options"] == ({} if named else options)
+
+
 @pytest.mark.parametrize(
     "model, change, message",
     [

@@ -54,6 +54,27 @@ def test_images_maps_students_and_metrics_are_those_of_the_run(small_run, in_pro
     assert run.metrics("phase_a")[0]["train_loss"] > 0
 
 
+@pytest.mark.parametrize("ids", [[-1], [1.5], [True], [40], [], [[1, 2]], ["a"], range(39, 42)])
+def test_images_that_there_are_not_are_refused(small_run, ids):
+    run = gaupipe.open_run(small_run)
+    for ask in (run.images, run.maps):
+        with pytest.raises(
+            UserError, match=r"ids of .*images in .*: should be one or more whole n"
+        ):
+            ask(ids)
+
+
+def test_any_whole_numbers_are_ids(small_run):
+    run = gaupipe.open_run(small_run)
+    images, maps = run.images([7, 3]), run.maps([7, 3])[0]
+    for ids in (np.array([7, 3], np.uint8), torch.tensor([7, 3]), {7: 0, 3: 0}):
+        assert torch.equal(run.images(ids), images) and torch.equal(run.maps(ids)[0], maps)
+    assert torch.equal(run.images(iter([7, 3])), images)
+    for ask in (run.images, run.maps):
+        with pytest.raises(UserError, match="view=7: holds maps of the images themselves, not of"):
+            ask([0], view=7)
+
+
 def test_a_view_and_its_maps_belong_together(tmp_path):
     from gaupipe.settings import load as config
     from stages import export
@@ -71,3 +92,7 @@ def test_a_view_and_its_maps_belong_together(tmp_path):
         maps = teacher.forward_with_maps(run.images(ids, view=view))[1].maps()[:, 0]
         torch.testing.assert_close(run.maps(ids, view=view)[0], maps, atol=2e-3, rtol=1e-2)
     assert not torch.equal(run.images(ids, view=0), run.images(ids, view=1))
+    for view in (3, -1, True, 1.5):
+        for ask in (run.images, run.maps):
+            with pytest.raises(UserError, match="ids of views in .* from 0 to 2"):
+                ask(ids, view=view)

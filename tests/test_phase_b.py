@@ -396,7 +396,7 @@ def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     assert len((run_dir / "plain/y/metrics.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("moment", ["_say_start", "load_data", "build_student", "train"])
+@pytest.mark.parametrize("moment", ["_starts", "load_data", "build_student", "train"])
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
     run_dir, tmp_path, monkeypatch, in_process, moment
 ):
@@ -409,7 +409,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     name = f"at_{moment}"
     command = ["phase-b", "--run-dir", run_dir, "--name", name]
     with monkeypatch.context() as patch:
-        module = {"_say_start": cli, "build_student": phase_b}.get(moment, student_training)
+        module = {"_starts": cli, "build_student": phase_b}.get(moment, student_training)
         patch.setattr(module, moment, interrupted)
         asked = "--set", "train.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
         code, _, err = in_process(*command, *asked, cwd=tmp_path)

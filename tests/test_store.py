@@ -145,6 +145,11 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
     assert_stored(maps.gather([]), arrays, [])
     assert_stored(maps.read(6, 21), arrays, range(6, 21))  # parts of shards
     assert_stored(maps.read(22, 23, ["labels"]), {"labels": arrays["labels"]}, [22])
+    labels = {"labels": arrays["labels"]}
+    assert_stored(maps.gather(ids, iter(["labels"])), labels, ids)
+    assert_stored(maps.read(6, 21, iter(["labels"])), labels, range(6, 21))
+    for read in maps.prefetch([ids, ids], names=iter(["labels"])):
+        assert_stored(read, labels, ids)
     assert (maps.schema, maps.complete) == (schema, True)
     decoder = decoder_for(schema) or {}
     assert maps.decoder().keys() == decoder.keys()

@@ -241,3 +241,13 @@ def test_two_processes_train_like_one(tmp_path):
     for alone, shared in zip(one, two, strict=True):
         assert shared["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-5)
         assert shared["val_acc"] == pytest.approx(alone["val_acc"], abs=0.003)
+
+
+def test_an_attention_may_be_named_as_papers_spell_it(tmp_path, in_process):
+    command = ["train", "digits", "--student", "Belief2", "--run-dir", tmp_path / "run"]
+    code, out, err = in_process(*command, *sets(*TINY, "baseline.epochs=1"))
+    assert code == 0 and out.strip() == str(tmp_path / "run/plain/belief2/student"), err
+    named = config.load("digits", ["model.attention=AttentionX"])
+    assert named == config.load("digits", ["model.attention=attentionx"])
+    code, _, err = in_process("train", "digits", "--student", "Belief3")
+    assert code == 2 and "'Belief3' is not one of 'standard', 'belief'" in err

@@ -34,6 +34,8 @@ from stages.run import run as run_all
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
 from stages.view.serve import open_viewer
+from test_cli import metrics
+from test_own_images import photos
 
 SETTINGS = [
     "data.train_images=120",
@@ -373,14 +375,15 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     exporting = ["export-maps", "--run-dir", run, "--teacher", f"local-dir:{tmp_path / 'seven'}"]
     advice = "phase_a.teacher_args={num_classes: 0}"
     for wrong in (
-        [],
         ["--set", "phase_a.teacher_args={num_classes:0}"],
         ["--set", "phase_a.teacher_args=5"],
         ["--set", "phase_a.teacher_args = {num_classes: 0}"],
     ):
         code, _, err = in_process(*exporting, "--out", out, *wrong)
         assert (code, err.count("\n")) == (2, 1) and "teacher_args" in err and not out.exists()
-        assert wrong or advice in err
+    code, _, err = in_process(*exporting, "--out", tmp_path / "with-a-head.zarr")
+    assert code == 0 and "seven: its 7 classes are not the 10 of digits: its maps are taken" in err
+    assert store.open(tmp_path / "with-a-head.zarr").schema.extra["predicts"] is False
     assert in_process(*exporting, "--out", out, "--set", advice)[0] == 0
     assert in_process("verify", out, "--teacher", "--run-dir", run)[0] == 0
     settings = sets("phase_b.alpha=0", "phase_b.beta=1", "train.epochs=1")
@@ -504,12 +507,38 @@ def test_a_store_of_another_kind_is_not_taken_for_the_one_asked_for(run):
 def test_without_predictions_soft_labels_are_refused(run, tmp_path):
     vit = f"local-dir:{run / 'phase_a' / 'teacher'}"
     teacher = (f"phase_a.teacher={vit}", "phase_a.teacher_args={num_classes: 0}")
-    with pytest.raises(UserError, match="predicts no classes: set phase_b.alpha=0"):
+    with pytest.raises(UserError, match="predicts no classes of digits: set phase_b.alpha=0"):
         phase_a.run(settings_with(*teacher), tmp_path / "next")
     rows = run_all(settings_with(*teacher, "phase_b.alpha=0"), tmp_path / "next")
     assert rows[0]["val_acc"] is None and np.isfinite(rows[1]["val_acc"])
     with pytest.raises(UserError, match="predicts no classes"):
         phase_b.run(tmp_path / "next", overrides=["phase_b.alpha=0.1"], name="soft")
+
+
+def test_classes_of_a_teacher_are_those_of_the_folders_by_name(tmp_path, in_process):
+    """With the names the other way round a teacher is right where it was wrong."""
+    photos(tmp_path / "photos", size=(8, 8))
+    sizes = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=2)
+    torch.manual_seed(0)
+    vit = timm.create_model("vit_tiny_patch16_224", **sizes)
+    model = "model.args={embed_dim: 16, depth: 1, num_heads: 2}"
+    changes = sets("phase_b.alpha=0.5", "threads=1", "data.batch_size=8", model)
+    accuracies = {}
+    for first, second in (("cat", "dog"), ("dog", "cat"), ("fox", "dog")):
+        save_student(vit, tmp_path / first, label_names=[first, second])
+        teacher = ["--teacher", f"local-dir:{tmp_path / first}"]
+        run = tmp_path / f"run-{first}"
+        command = ["phase-a", "--data", tmp_path / "photos", "--run-dir", run, *teacher, *changes]
+        code, _, err = in_process(*command)
+        if first == "fox":
+            said = "fox predicts no classes of folder: set phase_b.alpha=0"
+            assert code == 2 and said in err.splitlines()[-1] and not run.exists()
+            code, _, err = in_process(*command, *sets("phase_b.alpha=0"))
+            assert "fox: its 2 classes are not the 2 of folder: its maps are taken without" in err
+        assert code == 0, err
+        accuracies[first] = metrics(run / "phase_a/metrics.jsonl")[0]["train_acc"]
+    assert accuracies["cat"] + accuracies["dog"] == pytest.approx(1) != 2 * accuracies["cat"]
+    assert accuracies["fox"] is None
 
 
 @pytest.mark.parametrize("what", ["free_disk", "available_memory"])

@@ -10,10 +10,8 @@ import socket
 import sys
 import threading
 import time
-import tomllib
 import urllib.error
 import urllib.request
-from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -267,14 +265,6 @@ def test_the_bundle_has_every_module_once():
     assert not re.search(r"^(import|export)\b", bundle, re.MULTILINE)
     declared = re.findall(r"^(?:async )?(?:const|let|class|function) (\w+)", bundle, re.MULTILINE)
     assert len(declared) == len(set(declared)) > 30
-
-
-def test_the_pages_files_are_installed():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    patterns = settings["package-data"]["stages.view"]
-    for path in page.STATIC.rglob("*"):
-        place = str(path.relative_to(page.STATIC.parent))
-        assert any(fnmatch(place, pattern) for pattern in patterns), place
 
 
 def test_an_image_of_a_large_store_is_read_alone(tmp_path):

@@ -22,10 +22,11 @@ TINY = "vit_tiny_patch16_224"
 PUBLISHED = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
 
-def data(size=32, channels=3, classes=5, mean=0.5, std=0.25) -> SimpleNamespace:
+def data(size=32, channels=3, classes=5, mean=0.5, std=0.25, names=()) -> SimpleNamespace:
     """What a teacher asks of a data set."""
-    sizes = dict(image_size=size, channels=channels, num_classes=classes)
-    return SimpleNamespace(name="blobs", mean=(mean,) * channels, std=(std,) * channels, **sizes)
+    sizes = dict(image_size=size, channels=channels, num_classes=len(names) or classes)
+    scaling = dict(mean=(mean,) * channels, std=(std,) * channels)
+    return SimpleNamespace(name="blobs", class_names=[*names], **scaling, **sizes)
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
@@ -137,15 +138,46 @@ def test_encoders_that_people_use_show_maps(name, size):
         assert maps.std(-1).mean() > 1e-3  # not uniform: Q and K are in it
 
 
+def test_classes_are_matched_by_name():
+    """A teacher's logits come in the order of the data set's classes, without further ones."""
+    teachers = small()
+    names = ["ant", "bee", "cat", "dog", "eel"]
+    teachers.pretrained_cfg["label_names"] = names
+    expected = teachers(images())
+    for asked in (names, ["eel", "ant", "dog", "bee", "cat"], ["dog", "bee"]):
+        teacher = VitTeacher(teachers, data(names=asked, std=0.5), "vit")
+        columns = [names.index(name) for name in asked]
+        torch.testing.assert_close(teacher(images()), expected[:, columns])
+        logits, _ = teacher.forward_with_maps(images())
+        torch.testing.assert_close(logits, expected[:, columns].log_softmax(-1))
+
+
+@pytest.mark.parametrize("asked", [["ant", "bee", "cat", "dog", "fox"], ["ant", "fox"]])
+def test_a_teacher_of_other_classes_predicts_nothing(asked):
+    model = small()
+    model.pretrained_cfg["label_names"] = ["ant", "bee", "cat", "dog", "eel"]
+    teacher = VitTeacher(model, data(names=asked), "vit")
+    logits, seen = teacher.forward_with_maps(images())
+    assert not teacher.predicts and logits.shape == (2, len(asked)) and not logits.any()
+    assert len(seen.blocks) == 2
+
+
+def test_without_names_the_number_of_classes_decides():
+    assert VitTeacher(small(), data(names=["ant", "bee", "cat", "dog", "eel"]), "vit").predicts
+    assert not VitTeacher(small(), data(classes=7), "vit").predicts
+    named = small()
+    named.pretrained_cfg["label_names"] = ["ant", "bee", "cat", "dog", "eel"]
+    assert VitTeacher(named, data(), "vit").predicts
+
+
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"classes": 7}, r"predicts 5 classes, blobs has 7.*num_classes: 0.*phase_b.alpha=0"),
         ({"size": 48}, r"images of blobs .*48.*32.*img_size: 48"),
         ({"channels": 1}, r"images of blobs .*3 channels.*in_chans: 1"),
     ],
 )
-def test_a_teacher_of_other_images_or_classes_is_refused(changes, message):
+def test_a_teacher_of_other_images_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
         VitTeacher(small(), data(**changes), "vit")
 
@@ -273,7 +305,7 @@ def test_published_weights_are_read_from_the_cache(empty_cache, tmp_path):
     published = randomised(timm.create_model(TINY))
     save_file(published.state_dict(), tmp_path / "model.safetensors")
     empty_cache(str(tmp_path / "model.safetensors"))
-    with pytest.raises(UserError, match="predicts 1000 classes, blobs has 5"):
-        load_vit(PUBLISHED, data(224), {})
-    teacher = load_vit(PUBLISHED, data(224), {"num_classes": 0})
+    for arguments, classes in (({}, 1000), ({"num_classes": 0}, 0)):
+        teacher = load_vit(PUBLISHED, data(224), arguments)
+        assert teacher.model.num_classes == classes and not teacher.predicts
     assert torch.equal(teacher.model.blocks[3].attn.qkv.weight, published.blocks[3].attn.qkv.weight)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,24 @@ class ImageData:
             return self.sha256
         return hashlib.sha256(f"{self.sha256} {self.val_sha256}".encode()).hexdigest()
 
+    @cached_property
+    def test_sha256(self) -> str | None:
+        """Names the test images, in the same way; None where there are none. All of them are read
+        when it is first asked for."""
+        return None if self.test is None else _digest(self.test)
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes, empty where they have none. Bytes that are not UTF-8 become
+        ``\\xe9``."""
+        return [utf8(name) for name in self.train.source.class_names]
+
     @property
     def data_config(self) -> dict[str, Any]:
         """How images become what a model trained on these sees, and the names of the classes, as
-        timm names them. Bytes of a name that are not UTF-8 become ``\\xe9``."""
-        names = [utf8(name) for name in self.train.source.class_names]
+        timm names them."""
         return {
-            "label_names": names or None,
+            "label_names": self.class_names or None,
             "mean": self.mean,
             "std": self.std,
             "interpolation": self.interpolation,
@@ -122,16 +134,22 @@ class ImageData:
             train.keep()
 
     def write_split(self, path: Path) -> None:
-        """Writes which images of the source are in each split."""
+        """Writes which images of the source are in each split, and the names of the classes."""
         splits = {"train": self.train, "val": self.val, "test": self.test}
         positions = {name: split.positions.tolist() for name, split in splits.items() if split}
-        digests = {"sha256": self.sha256, "val_sha256": self.val_sha256}
-        known = {name: digest for name, digest in digests.items() if digest}
+        facts = {
+            "sha256": self.sha256,
+            "val_sha256": self.val_sha256,
+            "test_sha256": self.test_sha256,
+            "class_names": self.class_names,
+        }
+        known = {name: fact for name, fact in facts.items() if fact}
         write_whole(path, json.dumps({"dataset": self.name, **known, **positions}) + "\n")
 
-    def check_split(self, path: Path) -> None:
-        """Raises UserError if :meth:`write_split` wrote ``path`` for other images. A file that is
-        not there says nothing."""
+    def check_split(self, path: Path, test: bool = False) -> None:
+        """Raises UserError if :meth:`write_split` wrote ``path`` for other images or other names of
+        classes; other test images are refused with ``test`` alone, where they are about to be
+        scored. A file that is not there says nothing."""
         try:
             written = json.loads(path.read_bytes()) if path.is_file() else {}
         except (ValueError, RecursionError):
@@ -141,11 +159,24 @@ class ImageData:
                 f"{path} is damaged: restore it from a copy; or remove it, and 'gaupipe phase-a "
                 "--resume' or 'gaupipe train' writes it again, for the images that are there then"
             )
-        for what, name in (("training", "sha256"), ("validation", "val_sha256")):
+        again = "or start another run with --run-dir"
+        before = written.get("class_names", self.class_names)
+        if before != self.class_names:  # said first: an image's path has the name of its class
+            gone = [f"{name!r} has gone" for name in before if name not in self.class_names]
+            new = [f"{name!r} is new" for name in self.class_names if name not in before]
+            raise UserError(
+                f"{path}: the classes of data set {self.name} are not those that the run began "
+                f"with ({', '.join([*gone[:1], *new[:1]])}): put them back, {again}"
+            )
+        digests = {"training": "sha256", "validation": "val_sha256"}
+        if test:
+            digests["test"] = "test_sha256"
+            again = "or score others with 'gaupipe evaluate --data FOLDER'"
+        for what, name in digests.items():
             if name in written and written[name] != getattr(self, name):
                 raise UserError(
                     f"{path}: the {what} images of data set {self.name} were others when the run "
-                    "began: put them back, or start another run with --run-dir"
+                    f"began: put them back, {again}"
                 )
 
 

@@ -17,12 +17,15 @@ from gaupipe.teachers.gaussian import Teacher
 
 
 def default_kind(settings: Settings, encoding: str | None = None) -> str:
-    """``gaussian``, or ``prior`` (which has no 8-bit codes) for a teacher without Gaussians of
-    single images, or ``topk`` for a trained ViT."""
+    """The smallest kind that loses nothing of a Gaussian teacher: what it learned of an image, or
+    ``gaussian`` where 8-bit codes are asked for, which only that kind has. ``topk`` for a trained
+    ViT."""
     phase = settings.phase_a
     if not phase.learns_gaussians:
         return "topk"
-    return "prior" if phase.per_image == "none" and encoding != "uint8" else "gaussian"
+    if encoding == "uint8":
+        return "gaussian"
+    return {"none": "prior", "embedding": "embedding", "table": "gaussian"}[phase.per_image]
 
 
 def chosen(

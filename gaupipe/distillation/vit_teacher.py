@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.teacher import TeacherJob, ending, identity
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
@@ -84,12 +84,11 @@ def build_model(
 
 def other_teacher(
     settings: Settings,
+    data: ImageData,
     teacher: str,
     teacher_args: dict[str, Any] | None = None,
-    *,
     download: bool = False,
-    data: ImageData | None = None,
-) -> TeacherJob:
+) -> VitJob:
     """A trained ViT in place of a run's own teacher."""
     if teacher == "local":
         raise UserError(
@@ -106,4 +105,4 @@ def other_teacher(
     changes["teacher"] = parsed.teacher
     settings = settings.with_section("phase_a", **changes, per_image="table")
     settings = settings.model_copy(update={"download": download})
-    return build(settings, data or load_data(settings.data, settings.download))
+    return build(settings, data)

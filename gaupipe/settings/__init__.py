@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -34,10 +35,16 @@ from gaupipe.settings.sections import (
     section_of,
 )
 
+
+def _as_key(name: Any) -> Any:
+    """An attention's key, for a name in any case: papers write Belief2 and AttentionX."""
+    return name.lower() if isinstance(name, str) else name
+
+
 if TYPE_CHECKING:
     StudentKey = str  # a checker does not run what lists the attentions
 else:
-    StudentKey = Literal[STUDENTS]
+    StudentKey = Annotated[Literal[STUDENTS], BeforeValidator(_as_key)]
 
 
 def _known_kind(kind: str) -> str:
@@ -398,9 +405,10 @@ class ExportSettings(Section):
     """The attention-map store: what it holds of the maps, and in which format."""
 
     kind: StoreKind | None = None
-    """What is stored for each query: one of the [kinds of a store](store.md#arrays). Null is
-    ``gaussian`` for a teacher with per-image parameters, ``prior`` for a teacher with the shared
-    prior alone, and ``topk`` for a trained ViT."""
+    """What is stored for each query: one of the [kinds of a store](store.md#arrays). Null is the
+    smallest kind that loses nothing: what a Gaussian teacher learned of an image (``gaussian`` for
+    ``per_image: table``, ``embedding``, or ``prior`` for ``none``), and ``topk`` for a trained
+    ViT. With ``encoding: uint8`` it is ``gaussian`` for each Gaussian teacher."""
     encoding: Literal["float16", "uint8"] | None = None
     """``uint8`` stores numbers in 8 bits, in the kinds ``gaussian``, ``topk`` and ``dense``. Null
     is ``uint8`` for ``topk``, and ``float16`` for the other kinds."""

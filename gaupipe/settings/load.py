@@ -7,7 +7,6 @@ import contextlib
 import copy
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -18,6 +17,12 @@ from pydantic import ValidationError
 from gaupipe.settings import Settings, TrainSettings, scope
 from gaupipe.settings.sections import LOCAL, Scope, fields_of, problem, with_whole_path
 from gaupipe.system.errors import UserError
+
+PACKAGE = Path(__file__).parents[1]
+SHIPPED = PACKAGE / "configs"
+"""The folder of the configurations: inside an installed package, beside the package in a clone."""
+if not SHIPPED.is_dir():
+    SHIPPED = PACKAGE.parent / "configs"
 
 
 def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
@@ -32,12 +37,26 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
         raise UserError(
             f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}"
         )
-    merged = with_overrides(copy.deepcopy(tree), overrides)
+    merged = with_overrides(_for_model(tree, with_overrides({}, overrides)), overrides)
     try:
         return parse(merged, str(source))
     except UserError:
         parse(tree, str(source))  # a mistake of the file's own
         return parse(merged, "--set")
+
+
+def _for_model(tree: dict, given: dict) -> dict:
+    """A copy of a file's settings, without its attention where the settings ``given`` by a command
+    name trained weights, which then keep theirs, but no attention."""
+    tree = copy.deepcopy(tree)
+    model, named = tree.get("model"), given.get("model")
+    if not (isinstance(model, dict) and isinstance(named, dict)):
+        return tree
+    trained = not str(named.get("name", "gauvit_")).startswith("gauvit_")
+    if trained and "attention" not in named:
+        for setting in ("attention", "attention_options"):
+            model.pop(setting, None)
+    return tree
 
 
 def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
@@ -135,28 +154,24 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 def shipped(kind: str = "") -> list[str]:
     """Names of the configurations inside the package, or of what lies in a folder beside them:
     ``sweeps``."""
-    return sorted(
-        path.name.removesuffix(".yaml")
-        for path in (resources.files("gaupipe.configs") / kind).iterdir()
-        if path.name.endswith(".yaml")
-    )
+    return sorted(path.stem for path in (SHIPPED / kind).glob("*.yaml"))
 
 
 def text_of(name: str) -> str:
     """The text of a configuration that is :func:`shipped`."""
-    return (resources.files("gaupipe.configs") / f"{name}.yaml").read_text("utf-8")
+    return (SHIPPED / f"{name}.yaml").read_text("utf-8")
 
 
 def read_yaml(source: str | Path, kind: str = "") -> Any:
     """The value in a YAML file, or in the :func:`shipped` one of this name. Raises UserError."""
-    path: Any = Path(source)
+    path = Path(source)
     if not path.is_file():
         if str(source) not in shipped(kind):
             raise UserError(
                 f"no file {str(source)!r}: give the path of a YAML file or one of "
                 f"{', '.join(shipped(kind))} (shipped with gaupipe)"
             )
-        path = resources.files("gaupipe.configs") / kind / f"{source}.yaml"
+        path = SHIPPED / kind / f"{source}.yaml"
     try:
         return _parse_yaml(path.read_bytes().decode("utf-8"))
     except (ValueError, OSError) as error:

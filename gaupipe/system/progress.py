@@ -15,10 +15,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 
+SILENCE = 60
+"""Seconds after which a job that has said nothing says how far it is."""
+
 
 class EpochProgress:
-    """Progress of a job: a bar with speed and time left on a terminal, one plain line per epoch
-    elsewhere. Of several ranks the first shows it."""
+    """Progress of a job: a bar with speed and time left on a terminal; elsewhere plain lines, one
+    per epoch and one per minute of :data:`SILENCE`. Of several ranks the first shows it."""
 
     def __init__(self, label: str, images_per_epoch: int, epochs: int, done: int = 0) -> None:
         self.label, self.epochs, self.total = label, epochs, images_per_epoch * epochs
@@ -26,6 +29,7 @@ class EpochProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._shown = 0.0
+        self._started = self._said = time.monotonic()
         self._done = self._first = done * images_per_epoch
 
     def __enter__(self) -> EpochProgress:
@@ -41,7 +45,7 @@ class EpochProgress:
             )
             self._task = bar.add_task(self.label, total=self.total, completed=self._done, speed="")
             bar.start()
-            self._started = time.monotonic()
+        self._started = self._said = time.monotonic()
         return self
 
     def __exit__(self, *_exception: Any) -> None:
@@ -56,9 +60,12 @@ class EpochProgress:
     def advance(self, images: int) -> None:
         """Counts images that are done."""
         self._done += images
+        now = time.monotonic()
+        speed = (self._done - self._first) / max(now - self._started, 1e-6)
         if self._bar:
-            speed = (self._done - self._first) / max(time.monotonic() - self._started, 1e-6)
             self._bar.update(self._task, completed=self._done, speed=f"{speed:,.0f} images/s")
+        elif now - self._said >= SILENCE:
+            self.line(f"{self.label}: {self._done / self.total:.0%}, {speed:,.2g} images/s")
 
     @property
     def is_stale(self) -> bool:
@@ -73,6 +80,7 @@ class EpochProgress:
 
     def line(self, text: str) -> None:
         """Prints a line above the bar."""
+        self._said = time.monotonic()
         (self._bar.console if self._bar else self.console).print(text, soft_wrap=True)
 
 

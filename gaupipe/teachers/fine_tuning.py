@@ -72,7 +72,7 @@ def with_weights(
     stored = untrained(model.name, {}, "meta").state_dict()
     # with a new head timm leaves out what does not fit
     for name in stored.keys() ^ vit.state_dict().keys():
-        if not name.startswith("head."):
+        if not name.startswith(("head.", "head_dist.")):
             raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
     built = getattr(vit, "gaupipe_args", {})
     if model.stem != "patch" and built.get("stem") != model.stem:
@@ -83,9 +83,11 @@ def with_weights(
     if (model.attention, model.attention_options) != own:
         vit = convert(vit, model.attention, **model.attention_options)
     torch.manual_seed(settings.seed)
-    head: Any = vit.get_classifier()
-    nn.init.trunc_normal_(head.weight, std=0.02)
-    nn.init.zeros_(head.bias)
+    classifier: Any = vit.get_classifier()
+    heads = classifier if isinstance(classifier, tuple) else (classifier,)  # a distilled DeiT's two
+    for head in heads:
+        nn.init.trunc_normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)
     return vit
 
 

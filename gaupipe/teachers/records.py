@@ -64,12 +64,15 @@ class Records:
         size = into.shape[1] * 4
         data = into.numpy().data.cast("B")
         places = [*self._places(positions)]
-        for descriptor, offset in places:  # the disk looks for all of them at once
-            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            for descriptor, offset in places:  # the disk looks for all of them at once
+                os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         for row, (descriptor, offset) in zip(rows.tolist(), places, strict=True):
             start = row * size
-            if os.preadv(descriptor, [data[start : start + size]], offset) != size:
+            record = os.pread(descriptor, size, offset)
+            if len(record) != size:
                 raise UserError(f"{self.folder}: damaged: it has no whole record at byte {offset}")
+            data[start : start + size] = record
 
     def _check(self, positions: Tensor) -> None:
         """Compares committed records with their checksums."""

@@ -55,11 +55,11 @@ class VitTeacher(nn.Module):
     """Any timm model whose blocks attend over all patches, in eval mode.
 
     Raises UserError, naming the model, for one whose attention cannot be read, and for one that
-    does not take the data set's images or predict its classes.
+    does not take the data set's images.
 
     Attributes: ``name``; ``grid`` (h, w); ``layers``; ``heads``; ``prefix``, the number of class
-    and register tokens, and ``kept_prefix``, of those in its maps; ``predicts``, whether it has a
-    head for the classes.
+    and register tokens, and ``kept_prefix``, of those in its maps; ``classes``, as of
+    :func:`classes_in`.
     """
 
     model: Any  # some class of timm's
@@ -72,16 +72,15 @@ class VitTeacher(nn.Module):
         self.model = model.eval().requires_grad_(False)
         self.name = name
         use_fused_attention(self.model)
-        if model.num_classes not in (0, data.num_classes):
-            raise UserError(
-                f"{SETTING}: {name} predicts {model.num_classes} classes, {data.name} has "
-                f"{data.num_classes}: fine-tune it, or take its maps alone with "
-                "phase_a.teacher_args={num_classes: 0} and phase_b.alpha=0"
-            )
         self.num_classes = data.num_classes
-        self.predicts = self.model.num_classes > 0
+        self.classes = classes_in(model, data)
         self._adapt_normalisation(data)
         self.grid, self.layers, self.heads, self.prefix = self._shape_of_maps(data)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it predicts the classes of the data set."""
+        return self.classes is not None
 
     @torch.inference_mode()
     def forward_with_maps(
@@ -99,8 +98,7 @@ class VitTeacher(nn.Module):
         features, maps = self._features(self._normalised(images))
         logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
         if self.predicts:
-            logits = self._finite(self.model.forward_head(features).float(), "its predictions")
-            logits = logits.log_softmax(-1)
+            logits = self._in_order(self.model.forward_head(features)).log_softmax(-1)
         blocks: list[Tensor] = []
         dropped: list[Tensor] = []
         while maps:  # [B, H, P + T, P + T], freed one by one
@@ -112,8 +110,13 @@ class VitTeacher(nn.Module):
         return logits, VitMaps(blocks, self.grid, torch.stack(dropped))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them."""
-        return self._finite(self.model(self._normalised(images)).float(), "its predictions")
+        """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them, of a teacher
+        that predicts the data set's classes."""
+        return self._in_order(self.model(self._normalised(images)))
+
+    def _in_order(self, logits: Tensor) -> Tensor:
+        """The model's logits as float32 [B, C], in the order of the data set's classes."""
+        return self._finite(logits.float(), "its predictions")[:, self.classes]
 
     def _features(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Features of normalised images, and the map of each attention."""
@@ -157,7 +160,7 @@ class VitTeacher(nn.Module):
             "layers": self.layers,
             "heads": self.heads,
             "prefix": self.prefix,
-            "predicts": self.predicts,
+            "classes": self.classes,
             "mean": [] if self.rescale is None else self.offset.flatten().tolist(),
             "std": [] if self.rescale is None else self.rescale.flatten().tolist(),
         }
@@ -216,6 +219,23 @@ class VitTeacher(nn.Module):
                 f"{grid[0]} x {grid[1]} patches: {READABLE}"
             )
         return tuple(grid), len(maps), heads, prefix
+
+
+def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
+    """For each class of the data set its number in the model's head, or None for a model that
+    predicts no classes or others. Classes are matched by name; where the model or the data set has
+    no names, by number, if both have as many."""
+    count: Any = model.num_classes
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    names = [str(name) for name in config.get("label_names") or ()]
+    if len(names) != count or not data.class_names:
+        return [*range(count)] if count == data.num_classes else None
+    numbers = {name: number for number, name in enumerate(names)}
+    if names == data.class_names:  # two classes may share a name
+        return [*range(count)]
+    if not numbers.keys() >= {*data.class_names}:
+        return None
+    return [numbers[name] for name in data.class_names]
 
 
 def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:

@@ -37,16 +37,7 @@ TIMM_ARGUMENTS = {
 """Every keyword of timm's ``VisionTransformer`` with its default."""
 
 
-class AttentionLayers(dict):
-    """timm's attentions and ours, by the names of ``attn_layer``."""
-
-    def get(self, name: str, _default: Any = None) -> Any:
-        """The class of an attention. Raises UserError with the nearest name for an unknown one."""
-        return self[choice("attn_layer", name, self)]
-
-
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
-vision_transformer.ATTN_LAYERS = AttentionLayers(vision_transformer.ATTN_LAYERS)
 
 
 class ReZero(nn.Module):

@@ -95,7 +95,7 @@ def plan(
                 settings=settings.model_copy(update={"seed": seed}),
                 root=run_dir,
                 data_sha256=data.both_sha256,
-                test=test,
+                test_sha256=data.test_sha256 if test else None,
             )
             for seed in seeds
         ]

@@ -50,7 +50,8 @@ class Training:
     settings: Settings
     root: Path
     data_sha256: str
-    test: bool = False
+    test_sha256: str | None = None
+    """Names the test images that are scored, too; None where none are."""
 
     @property
     def teacher(self) -> RunDirectory:
@@ -89,9 +90,14 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        files = [COSTS_FILE, *([TEST_FILE] if self.test else [])]
-        written = all((self.folder / name).is_file() for name in files)
-        return written and kept_epochs.finished(self.folder)
+        written = (self.folder / COSTS_FILE).is_file() and kept_epochs.finished(self.folder)
+        return written and (self.test_sha256 is None or self.test_scores() is not None)
+
+    def test_scores(self) -> dict[str, Any] | None:
+        """The content of :data:`TEST_FILE`; None where there is none of these test images."""
+        path = self.folder / TEST_FILE
+        scores = json.loads(path.read_bytes()) if path.is_file() else {}
+        return scores if scores.get("test_sha256") == self.test_sha256 else None
 
     def read(self) -> dict[str, Any]:
         """The finished training from its files, as JSON values: the :data:`CURVES`, and what it has
@@ -100,7 +106,7 @@ class Training:
         kept_epochs.entry(self.folder, len(metrics))
         phase_a = [] if self.row.plain else read_metrics(self.folder / "phase_a.jsonl")
         costs = json.loads((self.folder / COSTS_FILE).read_text())
-        scores = json.loads((self.folder / TEST_FILE).read_text()) if self.test else {}
+        scores = self.test_scores() or {}
         return {
             "seed": self.settings.seed,
             "folder": str(self.folder.relative_to(self.root)),

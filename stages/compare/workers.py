@@ -150,8 +150,9 @@ def _train(group: list[Training]) -> str:
             write_whole(folder / "phase_a.jsonl", phase_a_metrics)
             phase_a_costs = json.loads(training.phase_a_costs.read_text())
         metrics = phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
-        if training.test:
-            write_whole(folder / TEST_FILE, json.dumps(score_test_split(training)) + "\n")
+        if training.test_sha256 is not None:
+            scores = {"test_sha256": training.test_sha256, **score_test_split(training)}
+            write_whole(folder / TEST_FILE, json.dumps(scores) + "\n")
         spent = {"student": costs.of_student(training, metrics), "phase_a": phase_a_costs}
         write_whole(folder / COSTS_FILE, json.dumps(spent) + "\n")
     epochs, seconds, accuracy = len(metrics), total_seconds(metrics), metrics[-1]["val_acc"]

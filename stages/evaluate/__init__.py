@@ -20,7 +20,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.folder import find_classes
 from gaupipe.data.sources import labelled_images
-from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.settings import Settings
@@ -57,8 +57,8 @@ def run(
 
     ``name`` and ``distilled`` are those of :func:`load_student`. The predictions of all images go
     to ``out``, as ``gaupipe predict`` writes them, and a picture of the confusion matrix
-    to ``confusion``. Raises StoreError for the store of another teacher or data set, and for a
-    damaged one.
+    to ``confusion``. Raises UserError for other images or classes than those that the run began
+    with, StoreError for the store of another teacher or data set, and for a damaged one.
     """
 
     def load() -> tuple[TrainedStudent, ImageData, store.Store | None]:
@@ -69,7 +69,7 @@ def run(
         student = load_student(run_dir, name, distilled)
         if folder is not None:
             return student, folder_data(student, folder), None
-        data = load_data(student.settings.data)
+        data = student.run.load_data(student.settings, test=split == "test")
         if getattr(data, split) is None:
             raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
         check_data(student, data)

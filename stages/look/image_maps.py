@@ -222,7 +222,7 @@ class StudentMaps(LiveMaps):
     def __init__(self, run: RunDirectory, name: str, data: ImageData | None = None) -> None:
         student = load_student(run.path, name)
         settings, model = student.settings, student.model
-        data = data or load_data(settings.data, settings.download)
+        data = data or run.load_data(settings)
 
         def forward(images: Tensor) -> tuple[Tensor, list[Tensor]]:
             logits, log_maps = forward_with_maps(model, images)

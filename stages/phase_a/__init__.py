@@ -102,7 +102,7 @@ def load(
     settings = run.settings()
     if download:
         settings = settings.model_copy(update={"download": True})
-    data = data or load_data(settings.data, settings.download)
+    data = data or run.load_data(settings)
     if not settings.phase_a.learns_gaussians:
         return trained_vit.load(run, settings, data)
     job = build(settings, run.phase_a, data, to_read=True, with_images=with_images)

@@ -4,6 +4,7 @@ or one that was trained before."""
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from typing import Any
 
@@ -44,8 +45,9 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
         check_student(settings, data, job.teacher, job.teacher.weights() if warm else {})
         if settings.phase_b.alpha and not job.teacher.predicts:
             raise UserError(
-                f"phase_b.alpha: the teacher {settings.phase_a.teacher} predicts no classes: set "
-                "phase_b.alpha=0, and phase_b.beta to what the labels are to weigh"
+                f"phase_b.alpha: the teacher {settings.phase_a.teacher} predicts no classes of "
+                f"{data.name}: set phase_b.alpha=0, and phase_b.beta to what the labels are to "
+                "weigh"
             )
     return job
 
@@ -65,6 +67,7 @@ def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[dict[str,
 def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
     """Takes a teacher that was trained before into a run directory and scores it once. Returns the
     metrics: one entry, of epoch 0; without a head for the classes its accuracies are None."""
+    say_if_others_are_predicted(job)
     job.common_sha256()
     if run.teacher_digest() is not None:
         check_unchanged(job, run)
@@ -77,6 +80,17 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
             distributed.on_main(partial(write_whole, path, json.dumps(metrics) + "\n"))
         write_digest(run, job)
         return read_metrics(path)
+
+
+def say_if_others_are_predicted(job: VitJob) -> None:
+    """Says that a teacher predicts other classes than those of the data set."""
+    vit, data = job.teacher, job.data.name
+    if distributed.is_main() and vit.model.num_classes and not vit.predicts:
+        print(
+            f"gaupipe: {vit.name}: its {vit.model.num_classes} classes are not the "
+            f"{vit.num_classes} of {data}: its maps are taken without its predictions",
+            file=sys.stderr,
+        )
 
 
 def load(run: RunDirectory, settings: Settings, data: ImageData) -> VitJob:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import store
-from gaupipe.data.splits import load_data
 from gaupipe.distillation.export import stored_export
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings import load as config
@@ -38,12 +37,12 @@ def run(
 
     The card gives accuracy and loss on the validation images and, where the data set has some, on
     the test images. Paths of this machine are in none of the files. Raises UserError for an ``out``
-    that is there.
+    that is there, and for other images or classes than those that the run began with.
     """
     if out.exists() or out.is_symlink():
         raise UserError(f"--out {out}: is there already; name a new folder, or remove it")
     student = load_student(run_dir, name, distilled)
-    data = load_data(student.settings.data, student.settings.download)
+    data = student.run.load_data(student.settings, test=True)
     check_data(student, data)
     splits = {"validation": data.val, "test": data.test}
     scores = {

@@ -181,7 +181,6 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         reason = "the width of its Gaussians in tokens, by head"
         choices.choose("phase_a.local.std", LOCAL_STDS.get(heads, [0.7, 1.5, 3.0]), reason)
     elif teacher != "vit" and not str(teacher).startswith(LOCAL):
-        choices.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
         choices.choose("phase_b.head_map", "mean")
     _choose_batch(choices, images)

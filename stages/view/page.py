@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe.system.files import write_whole
+from gaupipe.system.progress import EpochProgress
 from stages.view.viewer import Viewer
 
 STATIC = Path(__file__).parent / "static"
@@ -35,7 +36,11 @@ def write_page(
 ) -> None:
     """Writes the page of some images, with the maps of those students that the viewer has."""
     viewer.load_images()
-    embedded = {str(image): embedded_image(viewer, image, split) for image in dict.fromkeys(images)}
+    chosen = list(dict.fromkeys(images))
+    embedded = {}
+    with EpochProgress(path.name, len(chosen) * len(views_of(viewer, split)), 1) as progress:
+        for image in chosen:
+            embedded[str(image)] = embedded_image(viewer, image, split, progress)
     status = viewer.status(split)
     status["labels"]["reading"], status["splits"] = False, {split: len(embedded)}
     page = {
@@ -67,24 +72,35 @@ def bundle() -> str:
     return "\n".join(parts)
 
 
-def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, Any]:
+def views_of(viewer: Viewer, split: str) -> range:
+    """The numbers of an image's views: those of the store where the split is its own."""
+    return range(viewer.about()["views"] if has_stored(viewer, split) else 1)
+
+
+def has_stored(viewer: Viewer, split: str) -> bool:
+    return viewer.stored is not None and split == "train"
+
+
+def embedded_image(
+    viewer: Viewer, image: int, split: str, progress: EpochProgress
+) -> dict[str, Any]:
     """Everything that the page shows of an image, binary messages as base64; of the relevance for
-    classes that for the predicted one."""
-    stored = viewer.stored is not None and split == "train"
-    views = range(viewer.about()["views"] if stored else 1)
+    classes that for the predicted one. ``progress`` counts the views."""
+    stored: list[str] = []
+    pixels: list[str] = []
+    students: dict[str, list[str]] = {name: [] for name in viewer.models}
     explained = [name for name in viewer.models if viewer.model(name).explains]
-    return {
-        "views": [encoded(viewer.image(image, view)) for view in views] if stored else [],
-        "pixels": [encoded(viewer.pixels(image, view, split)) for view in views],
-        "students": {
-            name: [encoded(viewer.student(name, image, view, split)) for view in views]
-            for name in viewer.models
-        },
-        "relevance": {
-            name: [encoded(viewer.relevance(name, image, None, view, split)) for view in views]
-            for name in explained
-        },
-    }
+    relevance: dict[str, list[str]] = {name: [] for name in explained}
+    for view in views_of(viewer, split):
+        if has_stored(viewer, split):
+            stored.append(encoded(viewer.image(image, view)))
+        pixels.append(encoded(viewer.pixels(image, view, split)))
+        for name, messages in students.items():
+            messages.append(encoded(viewer.student(name, image, view, split)))
+        for name, messages in relevance.items():
+            messages.append(encoded(viewer.relevance(name, image, None, view, split)))
+        progress.advance(1)
+    return {"views": stored, "pixels": pixels, "students": students, "relevance": relevance}
 
 
 def encoded(content: bytes) -> str:

@@ -1,2 +1,0 @@
-"""The shipped settings files; a package (``gaupipe.configs``) so that an installed gaupipe finds
-them."""

@@ -1,0 +1,35 @@
+"""How this process was started, and which files Python would take for packages of ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def runs_as_module() -> bool:
+    """True while ``python -m gaupipe`` looks for the module that it runs: there is a program only
+    afterwards, and its arguments may be anything."""
+    if hasattr(sys.modules["__main__"], "__file__"):
+        return False
+    for position, argument in enumerate(sys.orig_argv):
+        if argument in ("-c", "-m"):  # the last option of Python itself
+            return sys.orig_argv[position : position + 2] == ["-m", "gaupipe"]
+    return False
+
+
+def refuse_namesakes() -> None:
+    """Raises ImportError where Python would take another file for one of the packages that are
+    installed beside gaupipe: it searches a script's own folder first."""
+    home = Path(__file__).parents[2]
+    for name in ("stages", "store"):
+        spec = find_spec(name)
+        if spec is None:
+            continue
+        folders = [os.path.realpath(folder) for folder in spec.submodule_search_locations or ()]
+        if folders != [os.path.realpath(home / name)]:
+            raise ImportError(
+                f"{spec.origin or folders[0]} is in the way of gaupipe's package {name!r}: rename "
+                "it, or move the script that imports gaupipe to another folder"
+            )

@@ -1,0 +1,68 @@
+"""``import gaupipe`` from a user's program: timm knows the names whoever starts the program and
+whatever is imported first, and a file of the user that hides one of gaupipe's packages is named."""
+
+import subprocess
+import sys
+
+import pytest
+
+BUILD = """
+model = timm.create_model("vit_tiny_patch16_224", attn_layer="gau_belief", depth=1)
+print(type(model.blocks[0].attn).__name__, timm.is_model("gauvit_pico_patch2_8"))
+"""
+
+
+def python(*command, cwd, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, text=True, capture_output=True, **options
+    )
+
+
+def test_timm_knows_the_names_in_a_package_that_runs_as_a_module(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import gaupipe\n")
+    (tmp_path / "mine" / "train.py").write_text(f"import timm\n{BUILD}")
+    done = python("-m", "mine.train", cwd=tmp_path)
+    assert done.stdout == "BeliefAttention True\n", done.stderr
+
+
+def test_timm_knows_the_names_in_a_program_called_gaupipe_that_has_timm_already(tmp_path):
+    (tmp_path / "gaupipe").write_text(f"import timm\nimport gaupipe\n{BUILD}")
+    done = python("gaupipe", cwd=tmp_path)
+    assert done.stdout == "BeliefAttention True\n", done.stderr
+
+
+@pytest.mark.parametrize("module", ["gaupipe.attention.base", "gaupipe.data.images"])
+@pytest.mark.parametrize("started", [["-c"], ["train.py"]])
+def test_any_module_can_be_the_first_that_a_program_imports(tmp_path, module, started):
+    """Options of the program are its own, whatever they are called."""
+    known = f"import {module}, timm; print(timm.is_model('gauvit_pico_patch2_8'))"
+    (tmp_path / "train.py").write_text(known)
+    code = [known] if started == ["-c"] else []
+    done = python(*started, *code, "-m", "gaupipe", cwd=tmp_path)
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["store.py", "stages/__init__.py"])
+@pytest.mark.parametrize("started", ["script", "module", "before"])
+def test_a_file_of_the_user_in_the_place_of_a_package_is_named(tmp_path, name, started):
+    mine = tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("")
+    before = "import store, stages\n" if started == "before" else ""
+    (tmp_path / "train.py").write_text(f"{before}import gaupipe\n")
+    command = ["-m", "train"] if started == "module" else ["train.py"]
+    done = python(*command, cwd=tmp_path)
+    package = name.partition(".")[0].partition("/")[0]
+    said = done.stderr.splitlines()[-1]
+    assert said == (
+        f"ImportError: {mine} is in the way of gaupipe's package {package!r}: rename it, or move "
+        "the script that imports gaupipe to another folder"
+    )
+
+
+def test_a_folder_of_the_user_without_modules_is_in_nobodys_way(tmp_path):
+    """Python prefers a package further down its path to a folder that is none."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "train.py").write_text("import gaupipe, store; print(store.Schema.__name__)")
+    assert python("train.py", cwd=tmp_path).stdout == "Schema\n"
