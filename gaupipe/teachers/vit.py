@@ -135,9 +135,10 @@ class VitTeacher(nn.Module):
         return values
 
     def weights(self) -> dict[str, Tensor]:
-        """Its weights by timm's names, for a student that starts from them; of the position
-        embedding what belongs to patches. Raises UserError for a model that is not timm's
-        ``VisionTransformer`` with standard attention."""
+        """Its weights by timm's names, for a student that starts from them: of the position
+        embedding what belongs to patches, and the head, if it has one for the data set's classes,
+        in their order. Raises UserError for a model that is not timm's ``VisionTransformer`` with
+        standard attention."""
         attentions = [getattr(block, "attn", None) for block in getattr(self.model, "blocks", ())]
         standard = Attention, ATTENTION["standard"]
         if not isinstance(self.model, VisionTransformer) or not all(
@@ -148,7 +149,12 @@ class VitTeacher(nn.Module):
                 f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
                 "phase_b.warm_start=none, or a VisionTransformer with standard attention"
             )
-        return weights_of_patches(self.model)
+        weights = weights_of_patches(self.model)
+        for name in ("head.weight", "head.bias"):
+            head = weights.pop(name, None)
+            if head is not None and self.classes is not None:
+                weights[name] = head[self.classes]
+        return weights
 
     def sha256(self, per_image: Any = None) -> str:
         """A digest of the weights and of what they are used in. A ViT has no per-image

@@ -132,6 +132,15 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
 
 def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -> None:
     """A training from published weights, whose images get the size that the weights expect."""
+    smaller = {"embed_dim", "depth", "num_heads", "mlp_ratio"} & {*choices.given("model.args", {})}
+    if smaller:
+        choices.choose("model.name", "", "a slice of its weights, and the images that it expects")
+        epochs = min(max(MODEL[-1] // images, FEWEST_EPOCHS), MOST_EPOCHS)
+        choices.choose("train.epochs", epochs, "of the training, as from the start")
+        _choose_batch(choices, images)
+        choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
+        _choose_flip(choices, classes)
+        return
     choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
     choices.choose("train.epochs", FINE_TUNING_EPOCHS, "of the training")
     _choose_batch(choices, images)
