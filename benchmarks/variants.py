@@ -192,6 +192,7 @@ def sharpness(scores: Tensor, top: float) -> float:
 def losses_of_proxy(settings: Settings, data: ImageData, folder: Path) -> Tensor:
     """The losses [images] of a ViT of width 32 after 6 epochs."""
     args = settings.model.args | {"embed_dim": 32}
+    settings = settings.with_training(distilled=False)
     settings = settings.with_section("model", args=args).with_section("train", epochs=6)
     job = variant("plain", settings.with_section("data", batch_size=128), data)
     model = trained(job, folder).kept.eval()

@@ -82,6 +82,13 @@ def _argument(metavar: str, help: str, default: str | bool = True, **more: Any) 
     return typer.Argument(metavar=metavar, help=help, show_default=default, **more)
 
 
+def _path(text: str) -> Path:
+    """A path of the command line, which an unset variable of a script may have left empty."""
+    if not text:
+        raise typer.BadParameter("is empty; the current folder is '.'")
+    return Path(text)
+
+
 def complete_config() -> list[str]:
     """For the shell's completion: the shipped configurations. The shell adds files by itself."""
     from gaupipe.settings.load import shipped
@@ -103,15 +110,21 @@ DataFolder = Annotated[
     _option(
         "--data FOLDER",
         "A folder of your images in place of CONFIG; the settings are chosen from the images.",
+        parser=_path,
     ),
 ]
 RunDir = Annotated[
     Path | None,
-    _option("--run-dir FOLDER", "The run's folder.", "the run used last"),
+    _option("--run-dir FOLDER", "The run's folder.", "the run used last", parser=_path),
 ]
 NewRunDir = Annotated[
     Path | None,
-    _option("--run-dir FOLDER", "The run's folder.", "runs/ and the name of CONFIG or FOLDER"),
+    _option(
+        "--run-dir FOLDER",
+        "The run's folder.",
+        "runs/ and the name of CONFIG or FOLDER",
+        parser=_path,
+    ),
 ]
 STUDENT = {
     "help": "The student: its attention, or the --name it was trained under.",
@@ -166,7 +179,11 @@ AnyModel = Annotated[
 ]
 ImagePaths = Annotated[
     list[Path] | None,
-    _option("--images PATH", "Images for --model: files, or folders of images; repeatable."),
+    _option(
+        "--images PATH",
+        "Images for --model: files, or folders of images; repeatable.",
+        parser=_path,
+    ),
 ]
 ImageSize = Annotated[
     int | None,
@@ -428,7 +445,8 @@ def evaluate(
     student: StudentName = None,
     test: Annotated[bool, _option("--test", "The test images, not the validation images.")] = False,
     data: Annotated[
-        Path | None, _option("--data FOLDER", "Images in a folder for each class.", "validation")
+        Path | None,
+        _option("--data FOLDER", "Images in a folder for each class.", "validation", parser=_path),
     ] = None,
     plain: Plain = False,
     out: Predictions = None,
@@ -468,7 +486,9 @@ def predict(
         str,
         _argument("SOURCE", "A student's folder, local-dir:FOLDER, or a timm name with weights."),
     ],
-    paths: Annotated[list[Path], _argument("PATHS", "Images, and folders of images.")],
+    paths: Annotated[
+        list[Path], _argument("PATHS", "Images, and folders of images.", parser=_path)
+    ],
     top: Annotated[int, _option("--top N", "Classes for each image.", min=1)] = 1,
     out: Predictions = None,
     download: Download = False,
@@ -711,6 +731,9 @@ def view(
             "those of the store, else val",
         ),
     ] = None,
+    random_weights: Annotated[
+        bool, _option("--random-weights", "Do without the weights of the --model: initialise it.")
+    ] = False,
     image_size: ImageSize = None,
     port: Annotated[int | None, _option("--port N", "Port.", "8642", min=1, max=65535)] = None,
     open_browser: Annotated[bool, _option("--open/--no-open", "Open a browser.")] = True,
@@ -722,6 +745,8 @@ def view(
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
     if not _names_model(model, files, image_size):
+        if random_weights:
+            raise UserError("--random-weights: belongs to --model NAME")
         run_dir = _run(run_dir) if maps is None else run_dir
     pages = [("--html", html, ".html", ".htm")]
     check_paths(maps=maps, images=files, model=model, files=pages)
@@ -730,7 +755,8 @@ def view(
 
     options: dict[str, Any] = {"students": students, "split": split, "images": images, "html": html}
     options |= {"model": model, "files": files or (), "image_size": image_size}
-    options |= {"download": download, "port": port, "open_browser": open_browser}
+    options |= {"download": download, "random_weights": random_weights}
+    options |= {"port": port, "open_browser": open_browser}
     stage.run(maps, run_dir, **options)
 
 
@@ -778,7 +804,6 @@ def plan(
     data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
-    steps: Annotated[int, _option("--steps N", "Training steps to time, or 0.", min=0)] = 4,
     images: Annotated[
         int | None, _option("--images N", "Training images of a set that is not here.", min=1)
     ] = None,
@@ -789,9 +814,7 @@ def plan(
     plain: Annotated[bool, _option("--train", "Plan 'gaupipe train' alone.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Parameters, memory, disk and time of a run, before it starts.
-
-    The times come from a few training steps.
+    """Parameters, steps, memory and disk of a run, before it starts.
 
     Example: `gaupipe plan --data photos`
     """
@@ -802,7 +825,7 @@ def plan(
         from stages import plan as stage
 
     described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
-    planned = stage.run(settings, folder, plain=plain, steps=steps, **described)
+    planned = stage.run(settings, folder, plain=plain, **described)
     _show(planned, as_json, stage.tables)
     if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")
@@ -855,8 +878,6 @@ def main() -> None:
 
 def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
     """The line about a training that was stopped: how far it is, and the command that continues."""
-    if sys.argv[1] == "plan":  # whose few steps are in a folder that is gone
-        return "gaupipe: interrupted"
     launched = " (with torchrun, as before)" if in_a_world else ""
     return (
         f"gaupipe: stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "

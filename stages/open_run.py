@@ -50,7 +50,7 @@ class Run:
         """Images [B, channels, height, width] float32, normalised as a model gets them, by their
         ids in a split; with ``view`` in that view, counted from 0, of a store of views. Raises
         UserError for ids and views that there are not."""
-        of_split = getattr(self.data, split)
+        of_split = self.data.split(split)
         image_ids = checked(ids, len(of_split), f"{split} images in {self.directory.path}")
         images = Batches(of_split, self.data, torch.device("cpu"), len(image_ids))
         if view is None:
@@ -104,11 +104,14 @@ class Run:
         return load_student(self.directory.path, name, False if plain else None).model
 
     def metrics(self, name: str, plain: bool = False) -> list[dict[str, Any]]:
-        """The metrics of each epoch of a student, or of the teacher for ``phase_a``."""
+        """The metrics of each epoch of a student, or of the teacher for ``phase_a``. Raises
+        UserError for one that was not trained."""
         folder = self.directory.phase_a
         if name != "phase_a":
             distilled = not plain and self.directory.is_distilled(name)
             folder = self.directory.student(name, distilled)
+        if not (folder / "metrics.jsonl").is_file():
+            raise UserError(f"{folder} has no metrics.jsonl: nothing of this name was trained")
         return read_metrics(folder / "metrics.jsonl")
 
 

@@ -1,14 +1,8 @@
-"""Plan: parameters, memory, disk and time of a run, from its settings and a few training steps."""
+"""Plan: parameters, steps, memory and disk of a run, by arithmetic from its settings."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import math
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +16,17 @@ from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation import gaussian_teacher, vit_teacher
-from gaupipe.distillation.export import make_schema
 from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import planned_export
 from gaupipe.distillation.student import MapShape
 from gaupipe.distillation.vit_teacher import build_model
-from gaupipe.settings import LogSettings, Settings, TrainSettings
+from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.training.student import build_student, check_baseline
-from stages import export as exporting
-from stages import phase_a, phase_b, train
 from stages.phase_a import local
-from stages.runs.directory import RunDirectory, settled
+from stages.runs.directory import settled
 from stages.runs.resources import (
     SMALLER,
     check_disk,
@@ -53,27 +44,22 @@ def run(
     run_dir: Path,
     *,
     plain: bool = False,
-    steps: int = 4,
     images: int | None = None,
     classes: int | None = None,
     world_size: int = 1,
 ) -> dict[str, Any]:
-    """Counts, bytes and seconds of a run, as plain JSON values. Leaves nothing on disk.
+    """Counts and bytes of a run, as plain JSON values. Nothing is trained or written.
 
     plain             plans a training on the labels alone
-    steps             training steps of an epoch to measure; 0 leaves the times out (null), and so
-                      does a model that the memory cannot hold
-    images, classes   describe a data set that is not at hand. Random pixels stand in for it, so
-                      that decoding is not in the times
-    world_size        number of processes: ``memory_bytes`` is that of each, and ``seconds`` are
-                      those of one process divided by it, without the exchange of gradients
+    images, classes   describe a data set that is not at hand
+    world_size        number of processes: ``memory_bytes`` is that of each
 
-    ``stages`` has epochs, parameters, bytes and seconds of phase_a (at most), export, phase_b and
-    plain (the baseline), ``total`` the largest memory and the sums of disk and time. ``problem``
-    says what does not fit. Raises UserError for settings that cannot be run.
+    ``stages`` has epochs, optimizer steps, parameters and bytes of phase_a (at most), export,
+    phase_b and plain (the baseline), ``total`` the largest memory and the sums of the others.
+    ``problem`` says what does not fit. Raises UserError for settings that cannot be run.
     """
     settings = settled(settings)
-    data, held_out = data_of(settings, images, classes)
+    data = data_of(settings, images, classes)
     images = images or len(data.train)
     stages, facts = ({}, {}) if plain else plan_phases(settings, data, images, world_size)
     if plain or settings.baseline.epochs != 0:
@@ -82,21 +68,17 @@ def run(
         if not plain:
             train = train.model_copy(update={"epochs": settings.baseline_epochs})
         stages["plain"] = of_student(settings, data, "plain", train, world_size)
+    for stage in stages.values():
+        if "epochs" in stage:
+            stage["steps"] = stage["epochs"] * -(-images // settings.data.batch_size)
     memory = max(stage["memory_bytes"] for stage in stages.values())
     disk = sum(stage["disk_bytes"] for stage in stages.values())
+    steps = sum(stage.get("steps", 0) for stage in stages.values())
     too_large = mistake_in(lambda: check_memory("the run", memory))
-    seconds: dict[str, float] = {}
-    if steps and not too_large:
-        count = steps * settings.data.batch_size
-        small = replace(data, train=data.train.trial(count), val=data.val.trial(1), test=None)
-        seconds = measure(settings, small, stages, images, held_out)
-    for name, stage in stages.items():
-        stage["seconds"] = seconds[name] / world_size if seconds else None
-    whole = sum(seconds.values()) / world_size if seconds else None
     return {
         "images": images,
         "stages": stages,
-        "total": {"memory_bytes": memory, "disk_bytes": disk, "seconds": whole},
+        "total": {"steps": steps, "memory_bytes": memory, "disk_bytes": disk},
         **facts,
         "world_size": world_size,
         "free_disk_bytes": free_disk(run_dir),
@@ -107,7 +89,7 @@ def run(
 
 
 Stages = dict[str, dict[str, Any]]
-"""Epochs, parameters, bytes and later seconds of each stage by its name."""
+"""Epochs, steps, parameters and bytes of each stage by its name."""
 
 
 def plan_phases(
@@ -184,23 +166,22 @@ def mistake_in(check: Callable[[], None]) -> str | None:
     return None
 
 
-def data_of(settings: Settings, images: int | None, classes: int | None) -> tuple[ImageData, int]:
-    """The data set, or what stands in for one of so many images and classes; and how many images
-    are held out for validation. Raises UserError where one of the two numbers is missing."""
+def data_of(settings: Settings, images: int | None, classes: int | None) -> ImageData:
+    """The data set, or what stands in for one of so many images and classes. Raises UserError where
+    one of the two numbers is missing."""
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
     if images is not None and classes is not None:
-        return random_data(settings, images, classes), round(images * settings.data.val_fraction)
+        return random_data(settings, images, classes)
     try:
-        data = load_data(settings.data, settings.download)
+        return load_data(settings.data, settings.download)
     except UserError as error:
         raise UserError(f"{error}; or plan without it: --images N --classes C") from None
-    return data, len(data.val)
 
 
 def random_data(settings: Settings, images: int, classes: int) -> ImageData:
-    """Stands in for a data set of ``classes``: as many random images as measuring takes, and one
-    more for validation."""
+    """Stands in for a data set of ``classes``: random images for a few steps, and one more for
+    validation."""
     model = get_pretrained_cfg(settings.model.name) if is_model(settings.model.name) else None
     size = settings.data.image_size or (model.input_size[-1] if model else 224)
     count = min(images, 8 * settings.data.batch_size) + 1
@@ -219,86 +200,6 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
     )
 
 
-# ---- time ----------------------------------------------------------------------------------------
-
-SCORED = 1 / 3
-"""Time of an image that is scored after an epoch, of the time of an image in a training step, which
-has two products of matrices backward for each one forward."""
-
-
-def measure(
-    settings: Settings, small: ImageData, stages: Stages, images: int, held_out: int
-) -> dict[str, float]:
-    """Seconds of each of the ``stages`` with so many training and validation images, scaled up from
-    a run on a ``small`` part of them, of which nothing is printed.
-
-    The first epoch of a training warms up. Phase A may stop earlier than after ``max_epochs``,
-    where it reaches ``stop_accuracy``.
-    """
-    short, phase = shortened(settings), settings.phase_b
-    seconds = {}
-
-    def epoch(metrics: list[dict[str, Any]], number: int = -1, scored: int = held_out) -> float:
-        entry = metrics[number]  # of a teacher that was trained before: it is scored once
-        images_per_s = len(small.train) / (entry["seconds"] or math.inf) or entry["images_per_s"]
-        return (images + SCORED * scored) / images_per_s
-
-    nowhere = io.StringIO()
-    with (
-        tempfile.TemporaryDirectory() as name,
-        contextlib.redirect_stderr(nowhere),
-        contextlib.redirect_stdout(nowhere),
-    ):
-        folder = Path(name) / "run"
-        if "phase_b" in stages:
-            taught = phase_a.run(short, folder, force=True, data=small)
-            if "phase_a" in stages:  # the teacher local has nothing to train or to export
-                scored = held_out + images * settings.phase_a.learns_gaussians
-                of_epoch = epoch(taught, -1, scored)
-                seconds["phase_a"] = max(1, settings.phase_a.most_epochs) * of_epoch
-                seconds["export"] = measure_export(settings, folder, small, images)
-            metrics = phase_b.run(folder, data=small)
-            epochs = settings.student_training.epochs
-            ends = epochs if phase.gamma_schedule == "constant" else phase.gamma_ends(epochs)
-            # without maps the first half: patches may be dropped in it
-            with_maps = min(ends, epochs) if phase.gamma else epochs // 2
-            without = epochs - with_maps
-            seconds["phase_b"] = with_maps * epoch(metrics, 1) + without * epoch(metrics)
-        if "plain" in stages:
-            metrics = train.run(short, folder, data=small)
-            half, odd = divmod(stages["plain"]["epochs"], 2)
-            seconds["plain"] = half * epoch(metrics, 1) + (half + odd) * epoch(metrics)
-    return seconds
-
-
-def measure_export(settings: Settings, folder: Path, small: ImageData, images: int) -> float:
-    """Seconds of the export of so many images, from that of the run in ``folder``."""
-    job = phase_a.load(RunDirectory(folder), small)
-    export = planned_export(job.settings, job.teacher, job.shape.grid)
-    place = exporting.Place(str(folder / "maps.zarr"))
-    writer = place.create(job, make_schema(job, export))
-    started = time.monotonic()
-    exporting.write(job, writer)
-    views = (settings.export.views or 1) / (job.settings.export.views or 1)
-    return images / len(small.train) * views * (time.monotonic() - started)
-
-
-def shortened(settings: Settings) -> Settings:
-    """The settings of a run with few epochs, whatever accuracy they reach, which no logger sees. A
-    student learns from maps in two epochs, and in two others without. At most two views of an image
-    are stored."""
-    changes: dict[str, dict[str, Any]] = {
-        "phase_a": {"max_epochs": 2, "stop_accuracy": 1.0},
-        "export": {"views": settings.export.views and 2},
-        "train": {"epochs": 4, "patience": None},
-        "phase_b": {"epochs": None, "gamma_epochs": 2, "patience": None},
-        "baseline": {"epochs": 4, "patience": None},
-        "data": {"buckets": None},
-    }
-    few = {name: getattr(settings, name).model_copy(update=of) for name, of in changes.items()}
-    return settings.model_copy(update=few | {"log": LogSettings(every=0)})
-
-
 # ---- for people ----------------------------------------------------------------------------------
 
 LABELS = {
@@ -311,17 +212,14 @@ LABELS = {
 
 def tables(plan: dict[str, Any]) -> Iterator[Table | str]:
     """The plan that :func:`run` returned: a line for each stage and their total; then the rest."""
-    columns = ("epochs", "parameters", "an epoch", "time", "memory", "disk")
+    columns = ("epochs", "steps", "parameters", "memory", "disk")
     numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
     stages = Table("", *numbers, box=None, pad_edge=False)
     for stage in (*plan["stages"].values(), plan["total"]):
-        epochs, seconds, parameters = map(stage.get, ("epochs", "seconds", "parameters"))
+        counts = [stage.get(name) for name in ("epochs", "steps", "parameters")]
         stages.add_row(
             stage.get("model", "total"),
-            f"{epochs:,}" if epochs else "",
-            f"{parameters:,}" if parameters else "",
-            duration(seconds / epochs) if epochs and seconds else "",
-            duration(seconds) if seconds else "",
+            *(f"{count:,}" if count else "" for count in counts),
             gigabytes(stage["memory_bytes"]),
             gigabytes(stage["disk_bytes"]),
         )
@@ -331,10 +229,3 @@ def tables(plan: dict[str, Any]) -> Iterator[Table | str]:
             rows.add_row(label, gigabytes(value) if name.endswith("bytes") else f"{value:,}")
     rows.add_row("device", plan["device"])
     yield from (stages, "", rows)
-
-
-def duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"

@@ -23,6 +23,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
 from gaupipe.teachers.pretrained import load_model
+from gaupipe.vit.saving import class_names
 
 Classes = tuple[tuple[str, float], ...]
 """(name of a class, its probability)."""
@@ -43,13 +44,6 @@ class Prediction:
     classes: Classes = ()
     problem: str | None = None
     label: str | None = None
-
-
-def class_names(model: Any, count: int) -> tuple[str, ...]:
-    """The names of a model's classes as its config.json or timm has them; otherwise 0, 1, ..."""
-    config = model.pretrained_cfg or {}
-    names = config.get("label_names")
-    return tuple(names) if names and len(names) == count else tuple(map(str, range(count)))
 
 
 def run(

@@ -60,6 +60,11 @@ class Files:
 
     def read_all(self, keys: Iterable[str]) -> dict[str, bytes | None]:
         """Reads several files at once."""
+        keys = list(keys)
+        if self.folder is not None:
+            for path in map(self.folder.joinpath, keys):
+                if path.exists() and not path.is_file():  # nobody may ever write to a pipe
+                    raise StoreError(f"{path}: is no regular file, as a store's files are")
         reads = {key: self._kvstore.read(key) for key in keys}
         results = {key: self.wait(read) for key, read in reads.items()}
         return {key: each.value if each.state == "value" else None for key, each in results.items()}
@@ -183,6 +188,8 @@ _NO_ACCESS = {
 def explain(error: Exception, url: str) -> str:
     """tensorstore's error as one line a user can act on."""
     text = _one_line(error)
+    if "Too many open files" in text:  # of which tensorstore says the same as of a full disk
+        return f"{url}: too many open files: raise the limit with ulimit -n ({text})"
     usual = "the storage reports an error; check the bucket and the path"
     return f"{url}: {_NO_ACCESS.get(text.split(':')[0], usual)} ({text})"
 

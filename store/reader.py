@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -97,7 +97,7 @@ class Store:
         CorruptChunk, with the image id, when what is stored for one of them is damaged or missing.
         """
         ids = self._check_ids(image_ids)
-        names = self._layout.names if names is None else [*names]
+        names = self._check_names(names)
         self._preload(filter(self._layout.is_column, names))
         reads = {
             name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
@@ -122,8 +122,10 @@ class Store:
         memory: a look into a store of any size costs what is looked at. Raises what
         `gather` raises.
         """
+        if start > stop:
+            raise StoreError(f"{self.url}: images {start} to {stop}: the first comes first")
         ids = self._check_ids(np.arange(start, stop))
-        names = self._layout.names if names is None else [*names]
+        names = self._check_names(names)
         reads = {name: self._arrays[name][start:stop].read() for name in names}
         rows = {}
         for name, future in reads.items():
@@ -182,6 +184,19 @@ class Store:
         if not self.complete:
             self._refuse_absent(self._layout.names[0], ids, ~self._finished[ids])
         return ids
+
+    def _check_names(self, names: Iterable[str] | None) -> Sequence[str]:
+        """The names of arrays that were asked for, by default those of all."""
+        if names is None:
+            return self._layout.names
+        if isinstance(names, str):
+            raise StoreError(f"{self.url}: names should be a list, such as [{names!r}]")
+        names = list(names)
+        for name in names:
+            if name not in self._layout.names:
+                known = ", ".join(self._layout.names)
+                raise StoreError(f"{self.url}: no array {name!r}; there are {known}")
+        return names
 
     def _preload(self, names: Iterable[str]) -> None:
         for name in names:

@@ -148,7 +148,7 @@ RESUME_A = "phase-a tiny.yaml --run-dir runs/tiny --resume"
 RESUME_B = "phase-b --run-dir runs/tiny --resume"
 NEW_STUDENT = "phase-b --run-dir runs/tiny --name new"
 INSPECT = f"inspect {MAPS}"
-PLAN = "plan tiny.yaml --steps 0"
+PLAN = "plan tiny.yaml"
 COMPARE = "compare tiny.yaml --run-dir new"
 
 COMMAND_LINE = [
@@ -306,7 +306,7 @@ COMMAND_LINE = [
         ("--steps -1", "--steps"),
         ("--images 10", "--classes"),
         ("--images 10 --classes 2 --set model.name=resnet18", "model.name"),
-        ("--set data.workers=1000000", "data.workers"),  # 'plan --steps 0' starts no process
+        ("--set data.workers=1000000", "data.workers"),
         ("--run-dir /dev/null/x --set seed=x", "seed"),
     ),
     *options(

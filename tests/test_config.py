@@ -133,6 +133,10 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
             (f"model.args={{{name}: 1}}", f"{name!r} cannot be given here")
             for name in ("img_size", "in_chans", "num_classes", "pretrained", "device", "attention")
         ),
+        ("data.scaling={std: [1.e-320]}", "std.0: input should be greater than or equal to"),
+        ("data.scaling={mean: []}", "mean: list should have at least 1 item"),
+        ("data.scaling={mean: [true]}", "mean.0: input should be a valid number"),
+        ("data.scaling={mean: ['0']}", "mean.0: input should be a valid number"),
         ("phase_a.prior=false & phase_a.per_image=none", "nothing is left to learn"),
         ("phase_a.compression.embedding=4", "set that too"),
         ("phase_a.teacher_args={depth: 2}", "see model.args"),

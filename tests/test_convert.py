@@ -248,6 +248,13 @@ def test_it_says_what_it_cannot_convert(source, key, options, message):
         convert(model, key, **options)
 
 
+def test_a_block_whose_queries_are_no_matrix_is_refused():
+    model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    model.blocks[0].attn.qkv = torch.nn.Identity()
+    with pytest.raises(UserError, match="cannot convert block 0: its qkv, a Identity, is no"):
+        convert(model, "xsa")
+
+
 def test_it_does_not_convert_other_attentions():
     model = timm.create_model("vit_tiny_patch16_224", depth=1, attn_layer="diff")
     with pytest.raises(UserError, match="cannot convert block 0: its attention is a DiffAttention"):

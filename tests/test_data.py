@@ -38,6 +38,14 @@ def test_digits_are_split_class_by_class_and_always_the_same_way(tmp_path):
     assert written["val"] == data.val.positions.tolist()
 
 
+def test_scaling_in_whole_numbers_scales_as_fractions_do():
+    scaled = [
+        digits(scaling={"mean": [zero] * 3, "std": [one]}) for zero, one in ((0, 1), (0.0, 1.0))
+    ]
+    images = [next(Batches(data.train, data, CPU, 4).in_order()).images for data in scaled]
+    assert images[0].dtype == torch.float32 and torch.equal(*images)
+
+
 def test_other_images_than_those_of_the_split_are_refused(tmp_path):
     path = tmp_path / "split.json"
     data = digits()

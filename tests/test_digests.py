@@ -315,4 +315,4 @@ def test_a_student_takes_no_place_of_something_else(tmp_path):
 def test_a_full_disk_is_said_in_one_line():
     with pytest.raises(OSError, match="No space") as refused:
         digests.save({"weights": torch.zeros(10_000)}, Path("/dev/full"))
-    assert mistake_of(refused.value) == "the disk: No space left on device"
+    assert mistake_of(refused.value) == "/dev/full: No space left on device"

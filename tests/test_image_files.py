@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import struct
 import subprocess
+import zlib
 
 import numpy as np
 import pytest
@@ -115,7 +117,88 @@ def test_a_damaged_image_stops_a_run_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def png(values: np.ndarray, rows: int, interlaced: bool) -> bytes:
+    """The PNG of grey ``values`` [height, width] that ends, as a whole file, after some rows of
+    its only or last pass."""
+    passes = [values]
+    if interlaced:  # of each square of 8 pixels, as the PNG specification draws it
+        v = values
+        passes = [v[::8, ::8], v[::8, 4::8], v[4::8, ::4], v[::4, 2::4], v[2::4, ::2]]
+        passes += [v[::2, 1::2], v[1::2]]
+    passes[-1] = passes[-1][:rows]
+    lines = b"".join(b"\0" + row.tobytes() for each in passes for row in each)
+    header = struct.pack(">IIBBBBB", *values.shape[::-1], 8, 0, 0, 0, interlaced)
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b"")):
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        content += struct.pack(">I", len(data)) + kind + data + checksum
+    return content
+
+
+@pytest.mark.parametrize("interlaced", [False, True])
+def test_a_png_that_ends_before_its_last_row_is_refused(root, interlaced):
+    path, values = root / "train" / "cat" / "a.png", noise(3, 8, 8)
+    values[-1] = 0  # also a black row may be missing
+    whole = 4 if interlaced else 8
+    path.write_bytes(png(values, whole, interlaced))
+    np.testing.assert_array_equal(pixels(path)[..., 1], values)
+    load(root)
+    for rows in range(whole):
+        path.write_bytes(png(values, rows, interlaced))
+        assert f"{path}: not readable as an image (" in refused(root)
+
+
 # what a folder holds
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("Train", "VAL", "Test"),
+        ("Training", "validation", "Testing"),
+        ("seg_train/seg_train", "valid", "seg_test/seg_test"),
+        ("training_set", "Validation", "test_set"),
+    ],
+)
+def test_the_folders_of_splits_have_their_usual_names(root, names):
+    shutil.copytree(root / "val", root / "the rest")
+    expected = load(root)
+    for name, old in zip(names, ("train", "val", "the rest"), strict=True):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / old).rename(root / "moved")
+        (root / "moved").rename(root / name)
+    data = load(root)
+    assert (len(data.train), len(data.val), len(data.test)) == (20, 4, 4)
+    assert (data.sha256, data.val_sha256) == (expected.sha256, expected.val_sha256)
+
+
+def test_folders_beside_the_splits_are_named(root, capfd):
+    for name in ("fox", "owl", ".hidden"):
+        shutil.copytree(root / "train" / "cat", root / name)
+    assert len(load(root).train.source) == 20
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and err.endswith("nor test images: fox, owl\n")
+
+
+def test_a_class_may_have_the_name_of_a_split(root):
+    (root / "train" / "cat").rename(root / "train" / "valid")
+    (root / "train" / "dog").rename(root / "train" / "invalid")
+    assert load(root / "train").train.source.class_names == ("invalid", "valid")
+
+
+def test_the_same_folders_in_every_class_are_the_classes(root):
+    """Unless there is one alone, or an image beside them."""
+    for name in ("Fold_1", "Fold_2"):
+        shutil.copytree(root / "train", root / "folds" / name)
+    message = refused(root / "folds")
+    assert "holds Fold_1, Fold_2, and each of them the same folders cat, dog" in message
+    shutil.copy(root / "train" / "cat" / "0.bmp", root / "folds" / "Fold_1")
+    assert load(root / "folds").train.source.class_names == ("Fold_1", "Fold_2")
+    for name in ("cat", "dog"):
+        (root / "train" / name).rename(root / "images")
+        (root / "train" / name).mkdir()
+        (root / "images").rename(root / "train" / name / "images")
+    assert load(root).train.source.class_names == ("cat", "dog")
 
 
 def test_image_ids_follow_the_sorted_classes_and_paths(root):
@@ -178,6 +261,9 @@ def only(folder, name):
 
 FOLDERS = {
     "/val holds no class folder": lambda root: empty(root / "val"),
+    "are both named as val/ may be: rename one": lambda root: shutil.copytree(
+        root / "val", root / "Valid"
+    ),
     "/train holds no class folder": lambda root: only(root / "train", "a.bmp"),
     "leads nowhere": lambda root: (root / "train" / "gone").symlink_to(root / "absent"),
     "/train/cat holds no image that Pillow reads; put": lambda root: empty(root / "train" / "cat"),

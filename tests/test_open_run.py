@@ -75,6 +75,20 @@ def test_any_whole_numbers_are_ids(small_run):
             ask([0], view=7)
 
 
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda run: run.images([0], "nope"), "digits has no split 'nope': train, val"),
+        (lambda run: run.images([0], "test"), "digits has no split 'test': train, val"),
+        (lambda run: run.metrics("belief"), "belief has no metrics.jsonl"),
+        (lambda run: run.metrics("standard", plain=True), "plain/standard has no metrics.jsonl"),
+    ],
+)
+def test_mistakes_are_refused(small_run, call, message):
+    with pytest.raises(UserError, match=message):
+        call(gaupipe.open_run(small_run))
+
+
 def test_a_view_and_its_maps_belong_together(tmp_path):
     from gaupipe.settings import load as config
     from stages import export

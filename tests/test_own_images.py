@@ -330,7 +330,7 @@ def test_the_student_that_is_asked_for_is_the_one_that_is_chosen(in_process, tmp
 
 def test_train_and_plan_on_a_folder(in_process, tmp_path):
     photos(tmp_path / "mine" / "train", mode="L")
-    code, out, err = in_process("plan", "--data", "mine", "--steps", "0", "--json", cwd=tmp_path)
+    code, out, err = in_process("plan", "--data", "mine", "--json", cwd=tmp_path)
     assert code == 0, err
     assert json.loads(out)["images"] == 19
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -143,8 +143,8 @@ def test_what_a_run_has_written_already_is_not_asked_for_again(tmp_path, monkeyp
     check_resources(plan, tmp_path)
 
 
-def test_plan_measures_the_digits_and_leaves_nothing_behind(tmp_path, in_process):
-    code, out, err = in_process("plan", "--json", "--steps", 1, cwd=tmp_path)
+def test_plan_counts_the_digits_and_leaves_nothing_behind(tmp_path, in_process):
+    code, out, err = in_process("plan", "--json", cwd=tmp_path)
     assert code == 0, err
     plan = json.loads(out)
     assert plan["images"] == 1437 and plan["per_image_parameters"] == 1437 * 4 * 4 * 16 * 4
@@ -152,8 +152,7 @@ def test_plan_measures_the_digits_and_leaves_nothing_behind(tmp_path, in_process
     assert not list(tmp_path.iterdir())
     stages, total = plan["stages"], plan["total"]
     assert [*stages] == ["phase_a", "export", "phase_b", "plain"]
-    assert all(stage["seconds"] > 0 for stage in stages.values())
-    for name, of_all in (("seconds", sum), ("disk_bytes", sum), ("memory_bytes", max)):
+    for name, of_all in (("disk_bytes", sum), ("memory_bytes", max)):
         assert total[name] == pytest.approx(of_all(stage[name] for stage in stages.values()))
 
 
@@ -164,41 +163,25 @@ def test_plan_has_a_line_for_each_training_of_a_run(tmp_path, in_process):
         (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
         pixels = draw.integers(256, size=(16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "photos" / name)
-    code, out, err = in_process("plan", "--data", "photos", "--steps", 1, cwd=tmp_path)
+    code, out, err = in_process("plan", "--data", "photos", cwd=tmp_path)
     assert code == 0, err
     first, second, third, fourth, fifth = out.splitlines()[1:6]
     assert "teacher" in first and "store (topk)" in second and "belief, distilled" in third
     assert "belief, plain" in fourth and fifth.startswith("total")
     assert max(map(len, out.splitlines())) <= 80
     options = sets("baseline.epochs=0", "export.kind=prior", "phase_a.per_image=none")
-    _, out, _ = in_process("plan", "--steps", 0, *options, "--json", cwd=tmp_path)
+    _, out, _ = in_process("plan", *options, "--json", cwd=tmp_path)
     assert [*json.loads(out)["stages"]] == ["phase_a", "export", "phase_b"]
 
 
-def test_time_follows_the_epochs_with_maps_and_the_stored_views(tmp_path, monkeypatch):
-    """Three of ten epochs have maps, and six views are stored, of which two are measured."""
-    epochs = [{"seconds": seconds} for seconds in (9.0, 2.0, 9.0, 1.0)]
-    monkeypatch.setattr(plan.phase_b, "run", lambda *_, **__: epochs)
-    monkeypatch.setattr(plan.exporting, "write", lambda *_: None)
-    monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=iter([5.0, 25.0]).__next__))
-    monkeypatch.setattr(plan, "SCORED", 0.0)
-    changes = ["phase_a.teacher=vit", "augment.flip=true", "export.views=6", "data.batch_size=20"]
-    changes += ["model.args={embed_dim: 16, depth: 1, num_heads: 2}", "data.train_images=80"]
-    changes += ["train.epochs=10", "phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3"]
-    settings = load("digits", [*changes, "baseline.epochs=0", "threads=1"])
-    stages = plan.run(settings, tmp_path, steps=2)["stages"]
-    assert stages["phase_b"]["seconds"] == pytest.approx(80 / 40 * (3 * 2 + 7 * 1))
-    assert stages["export"]["seconds"] == pytest.approx(80 / 40 * 20 * 3)
-
-
 def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):
-    arguments = ["plan", "--steps", 0, "--images", 1_281_167, "--classes", 1000]
+    arguments = ["plan", "--images", 1_281_167, "--classes", 1000]
     arguments += sets("data.name=folder", "data.image_size=32", "model.name=gauvit_atto_patch4_32")
     code, out, err = in_process(*arguments, "--json", cwd=tmp_path)
     assert code == 0, err
     plan = json.loads(out)
     assert plan["per_image_parameters"] == 1_281_167 * 7 * 12 * 64 * 4
-    assert plan["total"]["seconds"] is None and "of disk" in plan["problem"]
+    assert "of disk" in plan["problem"]
     table = in_process(*arguments, cwd=tmp_path)[1]
     assert "1,281,167" in table and "does not fit: " in table
 
@@ -213,7 +196,7 @@ def test_a_model_that_no_memory_holds_is_planned_without_being_made(tmp_path, in
     plan = json.loads(out)
     for stage in plan["stages"].values():
         assert stage["memory_bytes"] > 1e12 and stage.get("parameters", 1e12) > 1e11
-    assert plan["total"]["seconds"] is None and "needs" in plan["problem"]
+    assert "needs" in plan["problem"]
     code, out, err = in_process("phase-a", *sets(*LARGE), cwd=tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1) and "phase A needs" in err
     assert not list(tmp_path.iterdir())
@@ -225,17 +208,14 @@ def test_an_allocation_that_fails_is_one_line():
             allocate()
         said = mistake_of(failure.value)
         assert "out of memory (" in said and "\n" not in said
+    assert "out of memory: lower" in mistake_of(MemoryError())  # Python's own says nothing
     assert mistake_of(RuntimeError("shapes do not fit")) is None
 
 
-def test_plan_of_a_world_divides_memory_and_time(tmp_path, monkeypatch):
+def test_plan_of_a_world_divides_the_memory(tmp_path):
     digits = load("digits", ["data.batch_size=100", "device=cpu"])
-    seconds = {"phase_a": 8.0, "export": 4.0, "phase_b": 2.0, "plain": 1.0}
-    monkeypatch.setattr(plan, "measure", lambda *_: dict(seconds))
     plans = [plan.run(digits, tmp_path, world_size=size) for size in (1, 4)]
     alone, each = (planned["stages"] for planned in plans)
-    assert {name: 4 * stage["seconds"] for name, stage in each.items()} == seconds
-    assert plans[1]["total"]["seconds"] == 15 / 4
     activations = 4 * resources.ACTIVATIONS * 100 * 16 * 4 * 64  # tokens, blocks, width
     saved = alone["phase_a"]["memory_bytes"] - each["phase_a"]["memory_bytes"]
     assert saved == pytest.approx(activations * 3 / 4, abs=4)
@@ -246,6 +226,6 @@ def test_plan_of_a_world_divides_memory_and_time(tmp_path, monkeypatch):
 
 
 def test_a_world_that_cannot_share_the_buckets_is_refused(tmp_path, in_process):
-    arguments = ["plan", "--steps", 0, "--world-size", 3, *sets("data.buckets=4")]
+    arguments = ["plan", "--world-size", 3, *sets("data.buckets=4")]
     code, out, err = in_process(*arguments, cwd=tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1) and "4 buckets cannot be shared by 3" in err

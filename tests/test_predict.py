@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from PIL import Image
 
 import gaupipe.models  # noqa: F401
 from gaupipe.models import save_student
+from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from stages import predict
 
@@ -89,6 +92,40 @@ def test_csv_and_json_say_the_same(student, pictures, tmp_path):
             )
 
 
+def test_a_folder_that_may_not_be_read_stops_the_command(student, pictures, monkeypatch):
+    """And is not skipped. The user who tests may be root, who may read all."""
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path) == str(pictures / "a"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match=str(pictures / "a")):
+        predict.run(str(student), [pictures])
+
+
+def test_pipes_and_hidden_files_in_a_folder_are_no_images(student, pictures, tmp_path):
+    shutil.copy(pictures / "a" / "3.png", tmp_path / "1.png")
+    shutil.copy(pictures / "a" / "3.png", tmp_path / "._1.png")
+    os.mkfifo(tmp_path / "2.png")
+    (found,) = predict.run(str(student), [tmp_path])
+    assert found.path == str(tmp_path / "1.png") and found.problem is None
+
+
+def test_names_for_another_number_of_classes_are_refused(tmp_path, pictures):
+    model = timm.create_model("gauvit_pico_patch2_8", num_classes=3, in_chans=3)
+    with pytest.raises(UserError, match="label_names has 2 names, the model 3 classes"):
+        save_student(model, tmp_path / "student", NAMES[:2])
+    save_student(model, tmp_path / "student", NAMES, **PREPARED)
+    config = tmp_path / "student" / "config.json"
+    config.write_text(config.read_text().replace('"ant",', ""))
+    digests.write(tmp_path / "student")
+    with pytest.raises(UserError, match="label_names has 2 names, the model 3 classes"):
+        predict.run(str(tmp_path), [pictures])
+
+
 def test_grey_images_for_a_model_of_one_channel(tmp_path):
     model = timm.create_model("gauvit_pico_patch2_8", num_classes=3, in_chans=1)
     save_student(model, tmp_path / "student", mean=(0.5,), std=(0.5,))
@@ -104,6 +141,7 @@ def test_grey_images_for_a_model_of_one_channel(tmp_path):
         ("STUDENT", "EMPTY", "no image files"),
         ("EMPTY", "PICTURE", "config.json is not there"),
         ("no_such_model", "PICTURE", "timm has no weights"),
+        ("~nosuchuser/x", "PICTURE", "timm has no weights '~nosuchuser/x'"),
         ("vit_tiny_patch16_224.augreg_in21k", "PICTURE", "--download fetches them"),
     ],
 )
@@ -139,6 +177,8 @@ def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, mo
     "arguments,message",
     [
         (["absent.png"], "absent.png: no such file"),
+        ([""], "is empty; the current folder is '.'"),
+        (["/dev/null"], "/dev/null: is neither a file nor a folder"),
         (["PICTURES", "--out", "absent/p.csv"], "there is no folder"),
         (["PICTURES", "--top", "0"], "--top"),
         ([], "PATHS"),

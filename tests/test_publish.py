@@ -11,10 +11,10 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from gaupipe import __version__
+from gaupipe.data import splits
 from gaupipe.settings import load as config
 from gaupipe.vit.saving import load_folder, save_student
 from stages import evaluate, export, phase_b
-from stages.publish import folder
 from stages.publish.folder import without_folders
 from stages.runs.directory import RunDirectory
 
@@ -120,14 +120,14 @@ def test_class_names_reach_those_who_load_the_model_and_are_no_markup_in_the_car
         os.fsdecode(b"caf\xe9"),  # a folder's name that is not UTF-8
         *("digit-7", "digit-8", "digit-9"),
     ]
-    load = folder.load_data
+    load = splits.load_data
 
     def load_named(*settings):
         data = load(*settings)
         data.train.source.class_names = tuple(names)
         return data
 
-    monkeypatch.setattr(folder, "load_data", load_named)
+    monkeypatch.setattr(splits, "load_data", load_named)
     student = RunDirectory(run).student("standard") / "student"
     described = load_named(config.load("digits").data, False).data_config
     save_student(load_folder(student, ""), student, **described)

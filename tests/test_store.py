@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import pickle
+import resource
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import store
+from store.files import Files
 from store.layout import ROOT
 from store.manifest import MANIFEST, group_file, sha256
 
@@ -331,12 +334,19 @@ def test_mistakes_give_one_line(tmp_path):
         lambda: writer.write(shard, arrays),
     )
     write_store(url, schema, arrays, resume=True)
+    opened = store.open(url)
     refused("layers 3 against 2", lambda: store.create(url, make_schema(layers=3), resume=True))
     refused("another data set", lambda: store.open(url, dataset_sha256="e" * 64))
     refused("another teacher", lambda: store.open(url, teacher_sha256="e" * 64))
     refused("no image 23; the store has images 0 to 22", lambda: store.open(url).gather([1, 23]))
     refused("no image -1", lambda: store.open(url).gather([-1]))
     refused("whole numbers", lambda: store.open(url).gather([0.5]))
+    for read in (partial(opened.gather, [0]), partial(opened.read, 0, 1)):
+        unknown = "no array 'maps'; there are gaussians, logits, labels"
+        refused(unknown, partial(read, names=["maps"]))
+        refused(r"a list, such as \['labels'\]", partial(read, names="labels"))
+        assert list(read(names=iter(["labels"]))) == ["labels"]
+    refused("images 5 to 2: the first comes first", lambda: opened.read(5, 2))
     refused(
         "a store of kind 'gaussian' has no decoder",
         lambda: store.create(tmp_path / "d", schema, decoder={"w": np.ones(1)}),
@@ -344,6 +354,27 @@ def test_mistakes_give_one_line(tmp_path):
     refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="prior")))
     zarr.create_group(tmp_path / "foreign")
     refused("not a store of attention maps", lambda: store.open(tmp_path / "foreign"))
+    (url / "zarr.json").unlink()
+    os.mkfifo(url / "zarr.json")
+    refused("zarr.json: is no regular file", lambda: store.open(url))
+
+
+def test_too_many_open_files_are_no_full_disk(tmp_path):
+    files, opened = Files(tmp_path), []
+    files.write("first", b"")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(store.StoreError, match="too many open files: raise the limit") as error:
+            files.write_all({f"{number}": b"0" for number in range(10)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in opened:
+            os.close(descriptor)
+    assert "disk" not in str(error.value)
 
 
 def test_overwrite_replaces_everything(tmp_path):

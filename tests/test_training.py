@@ -86,10 +86,12 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(step):
 
 
 @pytest.mark.parametrize("attention", ["belief2", "gaussian", "standard"])
-@pytest.mark.parametrize("args", [{}, {"layer_decay": 0.75}])
-def test_muon_orthogonalises_the_matrices_of_the_blocks_alone(attention, args):
-    """The first step of Adam moves every number by the same amount; of an orthogonal matrix the
-    numbers differ. Muon's is told by its singular values, which are nearly alike."""
+@pytest.mark.parametrize(
+    "args", [{}, {"layer_decay": 0.75}, {"fallback_list": ["head.*", "patch_embed.proj.*"]}]
+)
+def test_muon_orthogonalises_matrices_and_no_gaussians(attention, args):
+    """The first step of Adam moves every number by the same amount. That of Muon has singular
+    values which are nearly alike."""
     torch.manual_seed(0)
     options = {"prior": True} if attention == "standard" else {}
     sizes = dict(depth=2, embed_dim=16, num_heads=2)
@@ -104,18 +106,18 @@ def test_muon_orthogonalises_the_matrices_of_the_blocks_alone(attention, args):
     optimizer.step()
     by_muon = set()
     for name, parameter in model.named_parameters():
-        step = (parameter.detach() - before[name]).abs()
-        if step.min() > 0.99 * step.max():
+        step = parameter.detach() - before[name]
+        if step.abs().min() > 0.99 * step.abs().max():
             continue
-        singular = torch.linalg.svdvals(parameter.detach() - before[name])
+        singular = torch.linalg.svdvals(step.flatten(1))
         assert singular.max() < 3 * singular.min(), name
         by_muon.add(name)
-    of_blocks = {
-        name
-        for name, parameter in model.named_parameters()
-        if name.startswith("blocks.") and name.endswith(".weight") and parameter.ndim == 2
+    matrices = {
+        name for name, p in model.named_parameters() if name.endswith(".weight") and p.ndim > 1
     }
-    assert by_muon == of_blocks and "blocks.1.mlp.fc1.weight" in by_muon
+    outer = {"head.weight", "patch_embed.proj.weight"}
+    assert by_muon == (matrices - outer if "fallback_list" in args else matrices)
+    assert outer < matrices and "blocks.1.mlp.fc1.weight" in by_muon
     gaussians = {name for name in before if name.endswith((".prior", ".predictor"))}
     assert len(gaussians) == {"belief2": 0, "gaussian": 4, "standard": 2}[attention]
 

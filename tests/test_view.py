@@ -162,6 +162,14 @@ def test_what_the_server_answers(written):
         assert get(f"{address}/api/image/x")[0] == 404
 
 
+def test_splits_that_there_are_not_are_refused(small_run):
+    with serving(open_viewer(None, small_run)) as address:
+        for path in ("status", "gallery", "student/0", "relevance/0", "pixels/x/0.png"):
+            for split in ("nope", "test"):
+                answer = get(f"{address}/api/{path}?split={split}&student=standard")
+                assert answer[0] == 404 and split in json.loads(answer[1])["error"], path
+
+
 def test_another_host_is_refused(written):
     with serving(open_viewer(str(written[0]), None)) as address:
         for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example"):

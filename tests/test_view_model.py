@@ -251,10 +251,30 @@ def test_mistakes_of_an_export_are_one_line(
     assert (code, err.count("\n")) == (2, 1) and message in err and not any(tmp_path.iterdir())
 
 
-def test_without_weights_the_page_says_that_they_are_random(pictures):
-    name = "vit_tiny_patch16_224.augreg_in21k"
-    job, note = open_model(name, [pictures], image_size=32, to_look=True)
-    assert "Random weights" in note and "--download" in note and job.shape.grid == (2, 2)
+def test_a_model_is_random_only_where_that_is_asked_for(pictures, tmp_path, in_process):
+    """On the terminal and on the page."""
+    command = ("view", "--model", "vit_tiny_patch16_224", "--images", pictures, "--image-size", 32)
+    page = ("--html", tmp_path / "page.html", "--image", 0)
+    code, out, err = in_process(*command, *page)
+    assert (code, out, err.count("\n")) == (2, "", 1) and not any(tmp_path.iterdir())
+    assert "not on this machine: --download fetches them; --random-weights" in err
+    code, _, err = in_process(*command, *page, "--random-weights")
+    assert code == 0 and err.startswith("gaupipe: Random weights: vit_tiny_patch16_224")
+    assert err.strip().removeprefix("gaupipe: ") in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--model", "MODEL"], "not with local-dir:"),
+        (["--model", "vit_tiny_patch16_224", "--download"], "not with --download"),
+        (["--model", "vit_tiny_patch16"], "timm has no model 'vit_tiny_patch16'"),
+    ],
+)
+def test_random_weights_are_for_a_timm_name(model, pictures, in_process, arguments, message):
+    arguments = [model if argument == "MODEL" else argument for argument in arguments]
+    code, _, err = in_process("view", *arguments, "--images", pictures, "--random-weights")
+    assert (code, err.count("\n")) == (2, 1) and message in err
 
 
 def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypatch):
@@ -262,7 +282,6 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="not on this machine: --download"):
         open_model("hf-hub:somebody/mine", [pictures], to_look=True)
-    assert "Random" in open_model("hf-hub:timm/vit_tiny_patch16_224", [pictures], to_look=True)[1]
     repository = tmp_path / "models--somebody--mine"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
@@ -288,8 +307,9 @@ def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     ],
 )
 def test_what_cannot_be_looked_at_is_refused(pictures, source, arguments, message):
+    random_weights = timm.is_model(source)
     with pytest.raises(UserError, match=message):
-        open_model(source, [pictures], to_look=True, **arguments)
+        open_model(source, [pictures], to_look=True, random_weights=random_weights, **arguments)
 
 
 def test_a_file_that_is_no_image_is_refused_by_name(tmp_path, model):

@@ -1,5 +1,5 @@
 """The user's cache: digests of image files, and decoded images, which every process of the machine
-maps. A file of it that is not whole, or of something else, counts as not there."""
+maps. A file of it that is not whole counts as not there."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from google_crc32c import value as crc32c
 from torch import Tensor
 
 from gaupipe.system import machine, signals
-from gaupipe.system.files import alone_in, partial_prefix, whole_file, write_whole
+from gaupipe.system.files import alone_in, flush, partial_prefix, whole_file, write_whole
 from gaupipe.system.progress import EpochProgress
 
 UNUSED_DAYS = 60
@@ -66,86 +65,58 @@ def write_digests(path: Path, digests: dict[str, tuple[str, str]]) -> None:
 
 
 class ImageCache:
-    """Decoded images, uint8 [N, 3, height, width], in one file of the user's cache.
+    """Decoded images, uint8 [N, 3, height, width], in one .npy file of the user's cache.
 
-    The file begins with the 32 bytes of ``key``, which says what the images are, and the crc32c of
-    each image, uint32 [N]; the pixels follow. It appears whole or not at all. Each process checks
-    an image when it reads it for the first time. Nothing is kept unless ``enabled``.
+    ``digest``, of all that makes the pixels, names the file. It appears whole or not at all, and
+    every process maps it. Nothing is kept unless ``enabled``.
     """
 
-    def __init__(
-        self, name: str, key: bytes, shape: tuple[int, int, int, int], enabled: bool = True
-    ) -> None:
-        self.path = cache_folder() / "images" / name
-        self.key, self.shape, self.enabled = key, shape, enabled
+    def __init__(self, digest: str, shape: tuple[int, int, int, int], enabled: bool = True) -> None:
+        self.path = cache_folder() / "images" / f"{digest}.npy"
+        self.shape, self.enabled = shape, enabled
         self.images: Tensor | None = None  # where nothing is mapped
-        self.sums = np.empty(0, dtype=np.uint32)
-        self.unchecked = np.ones(shape[0], dtype=bool)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that the images take in the cache; 0 where :meth:`keep` keeps none."""
-        size, free = math.prod(self.shape), machine.free_disk(cache_folder())
-        fits = self.images is not None or size < min(MOST_BYTES, free / 2)
-        return size if self.enabled and fits else 0
-
-    @property
-    def _start(self) -> int:
-        """Byte of the file at which the pixels begin."""
-        return len(self.key) + 4 * self.shape[0]
-
-    def hold(self, images: Tensor) -> None:
-        """Takes images that are in memory alone."""
-        self.images, self.unchecked = images, np.zeros(len(images), dtype=bool)
+    def fits(self) -> bool:
+        """True where :meth:`keep` keeps the images."""
+        most = min(MOST_BYTES, machine.free_disk(cache_folder()) / 2)
+        return self.enabled and math.prod(self.shape) < most
 
     def open(self) -> bool:
-        """Maps the images; False where the file is not there or holds others."""
+        """Maps the images; False where the file is not there or not whole."""
         with contextlib.suppress(OSError, ValueError):
-            with self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                same_size = size == self._start + math.prod(self.shape)
-                if not (self.enabled and same_size and file.read(len(self.key)) == self.key):
-                    return False
-                self.sums = np.fromfile(file, np.uint32, self.shape[0])
-                # torch wants memory that it may write to: "c" leaves the file alone
-                pixels = np.memmap(file, np.uint8, "c", self._start, self.shape)
+            if not self.enabled:
+                return False
+            # torch wants memory that it may write to: "c" leaves the file alone
+            pixels = np.lib.format.open_memmap(self.path, mode="c")
+            if pixels.shape != self.shape or pixels.dtype != np.uint8:
+                return False
             self.images = torch.from_numpy(pixels)
             os.utime(self.path)  # for _remove_unused; another user's file is refused here
         return self.images is not None
 
     def gather(self, numbers: np.ndarray) -> Tensor | None:
         """Copies of the images of these numbers, uint8 [B, 3, height, width]; None where none is
-        mapped, or one of them is damaged, which removes the file."""
-        if self.images is None:
-            return None
-        images = self.images[torch.from_numpy(numbers)]
-        for position in np.flatnonzero(self.unchecked[numbers]).tolist():
-            number = numbers[position]
-            if crc32c(images[position].numpy()) != self.sums[number]:
-                _say(f"{self.path}: damaged; its images are decoded again")
-                self.images = None  # processes that have mapped the file keep theirs
-                with contextlib.suppress(OSError):
-                    self.path.unlink()
-                return None
-            self.unchecked[number] = False
-        return images
+        mapped."""
+        return None if self.images is None else self.images[torch.from_numpy(numbers)]
 
     def keep(self, image_of: Callable[[int], Tensor]) -> None:
         """Writes ``image_of(number)`` of all numbers, if there is room for them, and maps them. The
         first of several processes does so, and the others wait. Raises what ``image_of`` raises."""
-        if self.images is not None or not self.bytes:
+        if self.images is not None or not self.fits():
             return
         lock = self.path.with_suffix(".lock")
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             lock.touch()
             with alone_in(lock):
-                if not self.open() and self.bytes:
+                if not self.open() and self.fits():
                     self._make(image_of)
         except OSError as error:
-            _say(
-                f"decoded images cannot be kept in {self.path.parent} ({error.strerror}): "
-                "they are decoded in every epoch; GAUPIPE_CACHE names another folder"
+            print(
+                f"data.cache: decoded images cannot be kept in {self.path.parent} "
+                f"({error.strerror}): they are decoded in every epoch; GAUPIPE_CACHE names "
+                "another folder",
+                file=sys.stderr,
             )
             self.enabled = False
 
@@ -154,24 +125,21 @@ class ImageCache:
             partial.unlink()
         _remove_unused(self.path.parent)
         count = self.shape[0]
-        sums = np.empty(count, dtype=np.uint32)
-        with (
-            whole_file(self.path) as partial,
-            partial.open("wb") as file,
-            EpochProgress("decoding images", count, 1) as progress,
-            ThreadPoolExecutor(max(1, machine.share_of_cores())) as pool,
-        ):
-            file.seek(self._start)
-            for numbers in np.array_split(np.arange(count), -(-count // 128)):
-                decoded = pool.map(image_of, numbers.tolist())
-                for number, image in zip(numbers, decoded, strict=True):
-                    content = image.contiguous().numpy().tobytes()
-                    sums[number] = crc32c(content)
-                    file.write(content)
-                progress.advance(len(numbers))
-                signals.let_through()  # no step has been taken that could be saved
-            file.seek(0)
-            file.write(self.key + sums.tobytes())
+        header = {"descr": "|u1", "fortran_order": False, "shape": self.shape}
+        with whole_file(self.path) as partial:
+            with (
+                partial.open("wb") as file,
+                EpochProgress("decoding images", count, 1) as progress,
+                ThreadPoolExecutor(max(1, machine.share_of_cores())) as pool,
+            ):
+                # written, not mapped: on a full disk that would end the process
+                np.lib.format.write_array_header_1_0(file, header)
+                for numbers in np.array_split(np.arange(count), -(-count // 128)):
+                    for image in pool.map(image_of, numbers.tolist()):
+                        file.write(image.contiguous().numpy().tobytes())
+                    progress.advance(len(numbers))
+                    signals.let_through()  # no step has been taken that could be saved
+            flush(partial)  # a power cut must not leave a name without its pixels
         self.open()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,10 +149,6 @@ class ImageCache:
         """Another process maps the file itself."""
         self.__dict__.update(state)
         self.open()
-
-
-def _say(line: str) -> None:
-    print(f"data.cache: {line}", file=sys.stderr)
 
 
 def _remove_unused(folder: Path) -> None:

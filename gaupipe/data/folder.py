@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,13 @@ from gaupipe.system.errors import UserError
 
 SAMPLE = 200
 """Images whose headers are read to see what the images are like."""
+
+SPLITS = {
+    "train": ("train", "training", "train_set", "training_set", "seg_train"),
+    "val": ("val", "valid", "validation", "val_set", "validation_set", "seg_val"),
+    "test": ("test", "testing", "test_set", "testing_set", "seg_test"),
+}
+"""Names of the folders of each split, in lower case: any case will do."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +36,34 @@ class Layout:
 
 
 def layout(root: Path) -> Layout:
-    """Finds the folders of each split below ``root``.
+    """Finds the folders of each split below ``root``, which :data:`SPLITS` names.
 
-    ``train/`` holds the training images, ``val/`` (or ``validation/``) the validation images, and
-    ``test/`` the test images. Without any of these folders all class folders lie in ``root``
-    itself. Raises UserError for a ``root`` that is not there, is empty, or holds images, but none
-    for training.
+    Without any of these folders all class folders lie in ``root`` itself. One line on stderr, once,
+    tells of folders beside ``train/`` that are of no split. Raises UserError for a ``root`` that is
+    not there, is empty, or holds images, but none for training, and for two folders of one split.
     """
-    folders = {name: root / name for name in ("train", "val", "validation", "test")}
-    folders = {name: folder for name, folder in folders.items() if folder.is_dir()}
-    val, test = folders.get("val") or folders.get("validation"), folders.get("test")
+    beside = _folders_in(root) if root.is_dir() else []
+    folders: dict[str, Path] = {}
+    others = []
+    for folder in beside:
+        split = _split_of(folder)
+        if split is None:
+            others.append(folder.name)
+        elif split in folders:
+            raise UserError(
+                f"data.root: {folders[split]} and {folder} are both named as {split}/ may be: "
+                "rename one of them, or take it out"
+            )
+        else:
+            folders[split] = _unwrapped(folder, split)
     if "train" in folders:
-        return Layout(folders["train"], val, test)
-    if folders or not root.is_dir() or not any(map(Path.is_dir, root.iterdir())):
+        if others:
+            _say(
+                f"data.root {root}: left out the folders beside the training images that are "
+                f"neither validation nor test images: {', '.join(others)}"
+            )
+        return Layout(folders["train"], folders.get("val"), folders.get("test"))
+    if not beside or any(map(_folders_in, folders.values())):  # else it is the name of a class
         moved = "; if the images of a run have moved, repeat its command (run, phase-a or train) "
         moved += "with --data NEW --run-dir RUN"
         raise UserError(
@@ -52,12 +74,36 @@ def layout(root: Path) -> Layout:
     return Layout(root, None, None)
 
 
+def _folders_in(folder: Path) -> list[Path]:
+    """The folders in a folder, sorted, without hidden ones."""
+    entries = sorted(folder.iterdir())
+    return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+
+
+def _split_of(folder: Path) -> str | None:
+    """The split that a folder's name names."""
+    for split, names in SPLITS.items():
+        if folder.name.lower() in names:
+            return split
+    return None
+
+
+def _unwrapped(folder: Path, split: str) -> Path:
+    """The folder of a split, or the one of the same split that is all it holds: an archive may
+    have seg_train/seg_train/CLASS."""
+    inside = _folders_in(folder)
+    if len(inside) == 1 and _split_of(inside[0]) == split:
+        return inside[0]
+    return folder
+
+
 def find_classes(folder: Path) -> dict[str, list[str]]:
     """{class: its images} as torchvision's ImageFolder finds them, all sorted by name.
 
     Images are paths relative to ``folder``, with '/' between folders. They may lie in sub-folders
     of their class. One line on stderr, once, tells of other files. Raises UserError for a folder
-    without class folders, and for a class without images.
+    without class folders, for a class without images, and where all classes hold the same two or
+    more sub-folders and no image beside them: these sub-folders are the classes.
     """
     classes, others, start = {}, [], len(os.path.join(folder, ""))
     for entry in sorted(folder.iterdir()):
@@ -68,26 +114,54 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
         if not entry.is_dir():
             others.append(str(entry))
             continue
-        images: list[str] = []
-        for path in _files(entry):
-            # a link to nothing, too: it is refused when it is read
-            is_one = is_image(path) and (os.path.isfile(path) or not os.path.exists(path))
-            (images if is_one else others).append(path)
+        images, rest = images_below(entry)
+        others += rest
         if not images:
             raise UserError(
                 f"data.root: the class folder {entry} holds no image that Pillow reads; put "
                 "images there or remove it"
             )
-        classes[entry.name] = sorted(path[start:].replace(os.sep, "/") for path in images)
+        classes[entry.name] = [path[start:].replace(os.sep, "/") for path in images]
     if not classes:
         raise UserError(
             f"data.root: {folder} holds no class folder; it should hold one folder of "
             "images for each class"
         )
-    if others and multiprocessing.parent_process() is None:
+    _check_levels(folder, classes)
+    if others:
         count = f"{len(others)} file{'s' * (len(others) > 1)}"
         _say(f"data.root {folder}: left out {count} that are no images, such as {others[0]}")
     return classes
+
+
+def _check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
+    """Raises UserError where the folders taken for classes are parts of a data set."""
+    inside = [
+        frozenset(image.split("/")[1] if image.count("/") > 1 else "" for image in images)
+        for images in classes.values()
+    ]
+    first = inside[0]
+    if len(inside) > 1 and len(first) > 1 and "" not in first and set(inside) == {first}:
+        parts, names = [*classes], sorted(first)
+        raise UserError(
+            f"data.root: {folder} holds {', '.join(parts[:3])}{', ...' * (len(parts) > 3)}, and "
+            f"each of them the same folders {', '.join(names[:3])}{', ...' * (len(names) > 3)}, "
+            "which look like the classes: name the parts train, val and test, or take one of them"
+        )
+
+
+def images_below(folder: Path) -> tuple[list[str], list[str]]:
+    """Paths of the images below a folder, sorted, and of other files there. Links to folders are
+    followed, hidden files and folders are left out. Raises OSError for a folder that may not be
+    read."""
+    images, others = [], []
+    for path in _files(folder):
+        # a link to nothing, too: it is refused when it is read
+        if is_image(path) and (os.path.isfile(path) or not os.path.exists(path)):
+            images.append(path)
+        else:
+            others.append(path)
+    return sorted(images), others
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -110,7 +184,8 @@ def _refuse(error: OSError) -> None:
 
 @functools.cache
 def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    if multiprocessing.parent_process() is None:
+        print(line, file=sys.stderr)
 
 
 @dataclass(frozen=True)

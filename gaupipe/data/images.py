@@ -3,7 +3,6 @@ from the user's cache."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -200,7 +199,9 @@ class FileImages(Dataset):
     @cached_property
     def cache(self) -> ImageCache:
         """The kept squares of the images at :attr:`positions`."""
-        cache = self._cache()
+        enabled = self.settings.cache == "auto"
+        digest = self._digest_of_squares() if enabled else "none"
+        cache = ImageCache(digest, (len(self.positions), 3, self.size, self.size), enabled)
         cache.open()
         return cache
 
@@ -220,31 +221,13 @@ class FileImages(Dataset):
             raise UserError(f"{path}: has changed since the data set was opened; start again")
         return self._square(position)
 
-    def trial(self, positions: np.ndarray) -> FileImages:
-        """The same images, of which only those at ``positions`` will be read: in memory if a
-        training would keep them all."""
-        few = copy.copy(self)
-        few.positions = np.unique(positions)
-        few.cache = few._cache()
-        if self.cache.bytes:
-            few.cache.hold(torch.stack([self._square(p) for p in few.positions.tolist()]))
-        few.cache.enabled = False
-        return few
-
-    def _cache(self) -> ImageCache:
-        """One file for each folder and choice of images, its key for all that makes pixels."""
-        settings = self.settings
-        resizing, enabled = (self.size, settings.interpolation), settings.cache == "auto"
-        place = str(self.root.resolve())
-        words = (place, *resizing, settings.train_images, settings.val_fraction)
-        name = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32]
-        key = hashlib.sha256(self.contents[self.positions].tobytes() if enabled else b"")
-        key.update(np.asarray(self.positions, dtype="<i8").tobytes())
+    def _digest_of_squares(self) -> str:
+        """A digest of all that makes the squares of the images at :attr:`positions`."""
+        digest = hashlib.sha256(self.contents[self.positions].tobytes())
         libraries = [PIL.__version__, torch.__version__, torchvision.__version__]
         libraries.append(torch.backends.cpu.get_cpu_capability())  # it resizes in its own way
-        key.update(json.dumps([*resizing, *libraries]).encode())
-        shape = (len(self.positions), 3, self.size, self.size)
-        return ImageCache(name, key.digest(), shape, enabled)
+        digest.update(json.dumps([self.size, self.settings.interpolation, *libraries]).encode())
+        return digest.hexdigest()[:32]
 
 
 Source = ArrayImages | FileImages

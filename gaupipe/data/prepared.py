@@ -13,7 +13,8 @@ import numpy as np
 from timm.data import create_transform
 from torch import Tensor
 
-from gaupipe.data.decoding import is_image, read_rgb, refusing
+from gaupipe.data.decoding import read_rgb, refusing
+from gaupipe.data.folder import images_below
 from gaupipe.data.images import FileImages
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
@@ -41,16 +42,19 @@ class PreparedImages(FileImages):
 
 
 def image_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """The files of ``paths``, and of each folder all that have the suffix of an image, sorted.
-    Raises UserError for a path that is not there, and for a folder without an image."""
+    """The files of ``paths``, and of each folder the images that
+    :func:`gaupipe.data.folder.images_below` finds. Raises UserError for a path that is no file and
+    no folder, and for a folder without an image; OSError for a folder that may not be read."""
     for path in paths:
         if path.is_file():
             yield path
         elif path.is_dir():
-            files = sorted(file for file in path.rglob("*") if is_image(file.name))
+            files, _ = images_below(path)
             if not files:
                 raise UserError(f"{path}: no image files in this folder")
-            yield from files
+            yield from map(Path, files)
+        elif path.exists():
+            raise UserError(f"{path}: is neither a file nor a folder; give images, or folders")
         else:
             raise UserError(f"{path}: no such file or folder; give images, or folders of images")
 

@@ -62,14 +62,6 @@ class Split:
         images, _ = self.source.__getitems__([int(self.positions[image_id])])
         return images[0].permute(1, 2, 0).numpy()
 
-    def trial(self, count: int) -> Split:
-        """The first ``count`` images, on which a training is tried."""
-        positions = self.positions[:count]
-        source = self.source
-        if isinstance(source, FileImages):
-            source = source.trial(positions)
-        return Split(source, positions)
-
 
 @dataclass
 class ImageData:
@@ -124,6 +116,18 @@ class ImageData:
             "crop_mode": "center",
         }
 
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits that there are, by name."""
+        splits = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: split for name, split in splits.items() if split is not None}
+
+    def split(self, name: str) -> Split:
+        """A split by its name. Raises UserError where there is none."""
+        if name not in self.splits:
+            raise UserError(f"data set {self.name} has no split {name!r}: {', '.join(self.splits)}")
+        return self.splits[name]
+
     def keep(self, training: bool) -> None:
         """Decodes validation images of a source of their own into the user's cache, and with
         ``training`` the source of the training images too."""
@@ -135,8 +139,7 @@ class ImageData:
 
     def write_split(self, path: Path) -> None:
         """Writes which images of the source are in each split, and the names of the classes."""
-        splits = {"train": self.train, "val": self.val, "test": self.test}
-        positions = {name: split.positions.tolist() for name, split in splits.items() if split}
+        positions = {name: split.positions.tolist() for name, split in self.splits.items()}
         facts = {
             "sha256": self.sha256,
             "val_sha256": self.val_sha256,
@@ -238,7 +241,7 @@ def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
         values = [sum(values) / len(values)] * channels
     if len(values) != channels:
         raise UserError(f"data.scaling: {list(values)} should have a number for each channel")
-    return tuple(values)
+    return tuple(map(float, values))  # YAML reads 0 as a whole number
 
 
 def _digest(split: Split) -> str:

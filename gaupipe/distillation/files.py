@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import load_model
 from gaupipe.teachers.vit import SETTING, VitTeacher
+from gaupipe.vit.saving import class_names
 
 MOST_PATCHES = 20
 """Patches a side of the largest maps that a page shows unasked: it gets the maps of all blocks and
@@ -79,29 +81,32 @@ def open_model(
     download: bool = False,
     image_size: int | None = None,
     to_look: bool = False,
+    random_weights: bool = False,
 ) -> tuple[FilesJob, str]:
     """A model and the image files of ``paths``, and a note for who looks at it.
 
     source      a student's folder, ``local-dir:FOLDER``, ``hf-hub:NAME`` or a timm name
     download    fetch weights that are not on this machine
     image_size  pixels of the images that the model gets; None is the model's own
-    to_look     a timm name whose weights are not here gets random ones, and a model with more than
-                :data:`MOST_PATCHES` patches a side smaller images; the note says so
+    to_look     a model with more than :data:`MOST_PATCHES` patches a side gets smaller images; the
+                note says so
+    random_weights
+                initialise the model of a timm name, always in the same way; the note says so
 
-    Raises UserError for a model whose attention cannot be seen, and where there are no images.
+    Raises UserError for a model whose attention cannot be seen, for weights that are not here, and
+    where there are no images.
     """
-    source = with_whole_path(f"{LOCAL}{source}" if Path(source).is_dir() else source)
+    if Path(os.path.expanduser(source)).is_dir():
+        source = f"{LOCAL}{source}"
+    source = with_whole_path(source)
     files = list(image_files(paths))  # refuses what is not there before a model is loaded
     note, fewer = "", ""
-    try:
-        model: Any = load_model(source, download)
-    except UserError as error:
-        name = source.rpartition("/")[2].split(".")[0]
-        if not to_look or download or source.startswith(LOCAL) or not timm.is_model(name):
-            raise
-        note = f"Random weights: {error}."
-        torch.manual_seed(0)
-        model = timm.create_model(name).eval()
+    model: Any
+    if random_weights:
+        model = initialised(source, download)
+        note = f"Random weights: {source} is untrained here, and its maps show the initialisation."
+    else:
+        model = loaded(source, download, to_look)
     if to_look and image_size is None:
         image_size, fewer = fitted(model)
     transform = resolve_model_data_config(model)
@@ -111,9 +116,12 @@ def open_model(
     images = {
         "files": [str(path.resolve()) for path in paths],
         "transform": json.loads(json.dumps(transform)),  # of lists in place of tuples
-        "class_names": (model.pretrained_cfg or {}).get("label_names") or [],
+        "class_names": [],
     }
-    data = images_of(images, max(getattr(model, "num_classes", 1), 1), not to_look, files)
+    num_classes = getattr(model, "num_classes", 1)
+    if num_classes and (model.pretrained_cfg or {}).get("label_names"):
+        images["class_names"] = class_names(model, num_classes)
+    data = images_of(images, max(num_classes, 1), not to_look, files)
     try:
         teacher = VitTeacher(model, data, source)
     except UserError as error:
@@ -124,6 +132,30 @@ def open_model(
     device = select_device("cpu" if to_look else "auto")
     job = FilesJob(settings, data, device, teacher.to(device), images=images)
     return job, " ".join(text for text in (note, fewer) if text)
+
+
+def loaded(source: str, download: bool, to_look: bool) -> Any:
+    """A model with its weights, in eval mode. Raises UserError, which tells who wants ``to_look``
+    what can be done without them."""
+    try:
+        return load_model(source, download)
+    except UserError as error:
+        if to_look and not download and timm.is_model(source.split(".")[0]):
+            raise UserError(f"{error}; --random-weights shows the untrained model") from None
+        raise
+
+
+def initialised(name: str, download: bool) -> Any:
+    """The model of a timm name with random weights, in eval mode. Raises UserError for weights that
+    were asked for, and for another name."""
+    if download or name.startswith(LOCAL):
+        other = "--download" if download else name
+        raise UserError(f"--random-weights: is for a timm name without weights, not with {other}")
+    architecture = name.split(".")[0]
+    if not timm.is_model(architecture):
+        raise UserError(f"--random-weights: timm has no model {architecture!r}")
+    torch.manual_seed(0)
+    return timm.create_model(architecture).eval()
 
 
 def fitted(model: Any) -> tuple[int | None, str]:

@@ -103,12 +103,16 @@ class KnownModelArgs(BaseModel):
     rezero: bool = False
 
 
-class Scaling(BaseModel):
-    """The keys of ``data.scaling``."""
+ChannelMean = Annotated[float, Field(ge=-1e3, le=1e3)]
+ChannelStd = Annotated[float, Field(ge=1e-6, le=1e3)]
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    mean: list[float] | None = None
-    std: list[Rate] | None = None
+
+class Scaling(BaseModel):
+    """The keys of ``data.scaling``: a number for each channel, as shares of 255."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    mean: Annotated[list[ChannelMean], Field(min_length=1)] | None = None
+    std: Annotated[list[ChannelStd], Field(min_length=1)] | None = None
     interpolation: Literal["bilinear", "bicubic"] | None = None
 
 
@@ -245,8 +249,8 @@ class OptimSettings(Section):
     (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
     name: str = "muon"
-    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``. Muon updates the
-    matrices of the blocks, and AdamW [the other weights](training.md#muon-and-adamw)."""
+    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``. Muon updates
+    matrices, and leaves [the other weights](training.md#muon-and-adamw) to AdamW."""
     lr: Rate = 4e-3
     """Learning rate after the warm-up."""
     args: Keywords = {}

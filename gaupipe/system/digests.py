@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import flush, write_flushed
+from gaupipe.system.files import flush, naming, write_flushed
 
 SUMS = "SHA256SUMS"
 
@@ -19,7 +19,7 @@ SUMS = "SHA256SUMS"
 def save(state: Any, path: Path) -> str:
     """Writes a file with ``torch.save`` and returns its digest. The bytes are on the disk then;
     :func:`flush` of the folder brings the name there."""
-    with path.open("wb") as file:  # torch's own file has other errors than OSError
+    with naming(path), path.open("wb") as file:  # torch's own file has other errors than OSError
         torch.save(state, file)
     flush(path)
     return sha256(path)

@@ -19,6 +19,18 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Linux's numbers for ``renameat2``."""
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives the name of the file that is written to an error that has none, such as that of a full
+    disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file that is there with all of its content or not at all."""
     with whole_file(path) as partial:
@@ -29,7 +41,8 @@ def write_flushed(path: Path, text: str) -> None:
     """As :func:`write_whole`, and the file is on the disk when this returns. Its partial file has
     one name, so that a killed process leaves no more than that: one process alone may write."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
+    with naming(path):
+        partial.write_text(text)
     flush(partial)
     partial.replace(path)
     flush(path.parent)
@@ -42,7 +55,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     name = f"{partial_prefix(path)}{secrets.token_hex(8)}{path.suffix}"
     partial = path.with_name(name)
     try:
-        yield partial
+        with naming(path):
+            yield partial
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -72,7 +86,8 @@ def flush(path: Path) -> None:
     """Returns when the bytes of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

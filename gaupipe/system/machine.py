@@ -37,7 +37,7 @@ def cores() -> int:
 def free_disk(folder: Path) -> int:
     """Bytes free where ``folder`` is or will be."""
     folder = folder.absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # one that may not be searched counts as not there
         folder = folder.parent
     return shutil.disk_usage(folder).free
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import naming
 
 SILENCE = 60
 """Seconds after which a job that has said nothing says how far it is."""
@@ -88,7 +89,7 @@ def write_metrics(path: Path, entries: Sequence[dict[str, Any]], mode: str = "w"
     """Writes entries of finished epochs to a metrics.jsonl, or with the ``mode`` "a" appends them:
     one JSON object a line. The checkpoint has them too, and is what counts."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open(mode) as file:
+    with naming(path), path.open(mode) as file:
         file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 

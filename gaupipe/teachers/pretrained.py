@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def cached_weights(config: Any) -> str | None:
 def load_model(source: str, download: bool = False) -> nn.Module:
     """A timm model in eval mode, by its ``source``: a student's folder or the training folder
     around it, ``local-dir:FOLDER``, or a timm name. Raises UserError."""
-    folder = Path(source.removeprefix(LOCAL)).expanduser()
+    folder = Path(os.path.expanduser(source.removeprefix(LOCAL)))
     if (folder / "student").is_dir():
         folder = folder / "student"
     if source.startswith(LOCAL) or folder.is_dir():

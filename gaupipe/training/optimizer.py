@@ -13,16 +13,9 @@ from timm.scheduler import create_scheduler_v2
 from gaupipe.settings import OptimSettings
 from gaupipe.system.errors import UserError
 
-NOT_BY_MUON = (
-    "patch_embed.proj.*",
-    "head.*",
-    "head_dist.*",
-    "*.attn.prior",
-    "*.attn.predictor",
-)
-"""Parameters of a timm ViT that Muon leaves to AdamW, beside all that are no matrices: the first
-and the last layer, as Muon's author advises (https://kellerjordan.github.io/posts/muon/), and the
-Gaussians of gaupipe's attentions, which are coordinates."""
+GAUSSIANS = ("*.attn.prior", "*.attn.predictor")
+"""Parameters of gaupipe's attentions that have two axes or more and are no matrices but
+coordinates: timm's Muon would make their updates orthogonal."""
 
 
 def build_optimizer(
@@ -35,7 +28,7 @@ def build_optimizer(
     """timm's optimizer for ``vit`` and its schedule, stepped with the update number.
 
     ``extra_groups`` are parameter groups with rates of their own, which timm's Muon updates as
-    AdamW does, like :data:`NOT_BY_MUON`. Raises UserError for what timm cannot make, and for a rate
+    AdamW does, like :data:`GAUSSIANS`. Raises UserError for what timm cannot make, and for a rate
     that would rise from ``lr`` to ``min_lr``.
     """
     if optim.min_lr > optim.lr:
@@ -83,14 +76,13 @@ def build_optimizer(
 
 
 def _checked_args(optim: OptimSettings) -> dict[str, Any]:
-    """``optim.args``, Adam's usual betas and :data:`NOT_BY_MUON`, which other optimizers ignore.
-    Raises ValueError for an unusable optimizer."""
+    """``optim.args``, Adam's usual betas, and Muon's list of what it leaves to AdamW, which other
+    optimizers ignore, with :data:`GAUSSIANS`. Raises ValueError for an unusable optimizer."""
     info = get_optimizer_info(optim.name)
     if info.second_order:
         raise ValueError("it needs second derivatives, which a training step does not compute")
     if "kron" in optim.name:
         raise ValueError("it compiles its first step for minutes")
-    usual: dict[str, Any] = {"fallback_list": NOT_BY_MUON}
-    if info.has_betas and info.num_betas == 2:
-        usual["betas"] = (0.9, 0.999)
-    return usual | optim.args
+    usual = {"betas": (0.9, 0.999)} if info.has_betas and info.num_betas == 2 else {}
+    left_to_adamw = [*GAUSSIANS, *optim.args.get("fallback_list", [])]
+    return usual | optim.args | {"fallback_list": left_to_adamw}

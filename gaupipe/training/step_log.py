@@ -18,7 +18,7 @@ from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError, one_line
-from gaupipe.system.files import write_whole
+from gaupipe.system.files import naming, write_whole
 from gaupipe.training.loggers import open_logger
 from gaupipe.training.update import Update
 
@@ -104,7 +104,8 @@ class StepLog:
         finite = {  # JSON has no infinity, which a first step in float16 may bring
             name: value if math.isfinite(value) else None for name, value in values.items()
         }
-        with (self.folder / "steps.jsonl").open("a") as file:
+        path = self.folder / "steps.jsonl"
+        with naming(path), path.open("a") as file:
             file.write(json.dumps({"epoch": epoch + 1, "step": step, **finite}) + "\n")
         self._tell({f"step/{name}": value for name, value in values.items()})
         self.begin_line()

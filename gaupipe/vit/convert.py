@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from timm.layers import Attention
 from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
 
 from gaupipe.attention.base import StudentAttention
 from gaupipe.attention.options import attention_class, check_options
@@ -53,7 +54,7 @@ def convert(model: Model, attention: str, **options) -> Model:
         block.attn = swap(getattr(block, "attn", block), attention_type, options, f"block {layer}")
     arguments = getattr(model, "gaupipe_args", None)
     timm_cfg = getattr(model, "pretrained_cfg", None)
-    if arguments is None and timm_cfg is not None:
+    if arguments is None and timm_cfg:
         arguments = dict(getattr(model, "_model_args", {}), base=timm_cfg["architecture"])
         arguments.pop("attn_layer", None)
     if arguments is not None:  # else the model was built by hand, and save_student will say so
@@ -76,7 +77,11 @@ def swap(
             f"cannot convert {where}: its attention is a {type(old).__name__}; only timm's "
             "Attention and gaupipe's own have the same queries, keys and values"
         )
-    weight = old.qkv.weight
+    weight = getattr(old.qkv, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise UserError(
+            f"cannot convert {where}: its qkv, a {type(old.qkv).__name__}, is no matrix"
+        )
     new = attention_type(
         weight.shape[1],
         old.num_heads,

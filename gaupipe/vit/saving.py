@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def save_student(
     A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which
     loads without gaupipe; others need ``import gaupipe`` first. ``data_config`` is timm's
     (``mean``, ``std``, ``crop_pct``, ...). Raises UserError for a model that ``timm.create_model``
-    did not build and for a folder that holds something else than a student.
+    did not build, for a folder that holds something else than a student, and unless there is a
+    name for each class, where there are any.
     """
     if not (isinstance(model, VisionTransformer) and hasattr(model, "pretrained_cfg")):
         raise UserError("save_student: takes a VisionTransformer that timm.create_model built")
@@ -57,6 +59,8 @@ def save_student(
             f"{folder} is there and is not the folder of a student: choose another place, "
             "or remove it"
         )
+    if label_names:
+        check_label_names(label_names, model.num_classes)
     architecture, model_args = architecture_of(model)
     described: Any = copy.copy(model)  # with attributes that timm does not declare
     described._model_args = model_args  # timm would add gaupipe's keywords
@@ -78,6 +82,25 @@ def save_student(
         # safetensors makes a file that its owner alone can read
         shutil.copymode(fresh / "config.json", fresh / "model.safetensors")
         digests.write(fresh)
+
+
+def check_label_names(label_names: Sequence[str], num_classes: int) -> None:
+    """Raises UserError unless there is a name for each class."""
+    if len(label_names) != num_classes:
+        raise UserError(
+            f"label_names has {len(label_names)} names, the model {num_classes} classes: it should "
+            "name each class once, in the order of the model's outputs"
+        )
+
+
+def class_names(model: Any, count: int) -> tuple[str, ...]:
+    """The names of a model's ``count`` classes as its config.json or timm has them; otherwise 0, 1,
+    ... Raises UserError where there are fewer or more names."""
+    names = (model.pretrained_cfg or {}).get("label_names")
+    if not names:
+        return tuple(map(str, range(count)))
+    check_label_names(names, count)
+    return tuple(names)
 
 
 def architecture_of(model: VisionTransformer) -> tuple[str, dict]:

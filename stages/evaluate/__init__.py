@@ -29,6 +29,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from gaupipe.vit.forward import forward_with_maps
+from gaupipe.vit.saving import class_names
 from stages import phase_a, predict
 from stages.evaluate import confusion as figure
 from stages.evaluate.by_class import by_class, labelled
@@ -70,7 +71,7 @@ def run(
         if folder is not None:
             return student, folder_data(student, folder), None
         data = student.run.load_data(student.settings, test=split == "test")
-        if getattr(data, split) is None:
+        if split not in data.splits:
             raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
         check_data(student, data)
         return student, data, open_maps(student, data)
@@ -93,7 +94,7 @@ def run(
         scores |= beside_teacher(student, images, data, logits)
     if maps is not None:
         scores |= teacher_agreement(student.model, maps, data, student.settings)
-    names = predict.class_names(student.model, data.num_classes)
+    names = class_names(student.model, data.num_classes)
     rows = labelled(logits, labels, images, names)
     scores |= by_class(rows, names)
     if out is not None:
@@ -110,7 +111,7 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
         raise UserError(f"--data {folder}: no such folder; it should hold CLASS/*.png")
     model: Any = student.model
     config, size = model.pretrained_cfg, model.patch_embed.img_size[0]
-    names, classes = predict.class_names(model, model.num_classes), find_classes(folder)
+    names, classes = class_names(model, model.num_classes), find_classes(folder)
     if unknown := sorted(classes.keys() - {*names}):
         known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
         raise UserError(

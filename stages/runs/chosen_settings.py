@@ -50,7 +50,7 @@ def settings_for(
     settings = config.parse(choices.tree, "--set")
     lines = [f"{folder}: {facts}", *(f"  {line}" for line in choices.lines(plain))]
     if settings.model.name.startswith("gauvit_"):
-        lines.append(f"'gaupipe plan --data {folder}' measures how long it takes")
+        lines.append(f"'gaupipe plan --data {folder}' prints its steps, memory and disk")
     if not plain and settings.phase_a.teacher == "vit":
         lines.append(
             f"'gaupipe train --data {folder}' does without a teacher, in half the time or less"

@@ -38,6 +38,7 @@ def run(
     model: str | None = None,
     files: Sequence[Path] = (),
     download: bool = False,
+    random_weights: bool = False,
     image_size: int | None = None,
     split: str | None = None,
 ) -> None:
@@ -57,7 +58,9 @@ def run(
             raise UserError(f"--html {html}: name its images with --image ID")
         check_file("--html", html, ".html", ".htm")
     if model is not None:
-        job, note = open_model(model, files, download, image_size, to_look=True)
+        job, note = open_model(model, files, download, image_size, True, random_weights)
+        if note:
+            print(f"gaupipe: {note}", file=sys.stderr)
         viewer = Viewer(model, {model: lambda _: live_teacher(job)}, data=job.data, note=note)
     else:
         viewer = open_viewer(url, run_dir, students, all_students=html is None)

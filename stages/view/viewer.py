@@ -114,8 +114,8 @@ class Viewer:
         if not self._data or not self.students:
             return {"train": self.schema.images if self.schema else len(self.data.train)}
         names = ("train", "val", "test") if self.schema else ("val", "train", "test")
-        splits = {name: getattr(self._data, name) for name in names}
-        return {name: len(split) for name, split in splits.items() if split}
+        splits = self._data.splits
+        return {name: len(splits[name]) for name in names if name in splits}
 
     def status(self, split: str = "train", name: str = "") -> dict[str, Any]:
         """Progress of reading labels, predictions and the data set."""
@@ -143,7 +143,7 @@ class Viewer:
         if self.stored and split == "train" and not name:
             return stored_gallery(self.stored.maps, self.labelled)
         live = self.model(name)
-        images = getattr(live.data, split)
+        images = live.data.split(split)
         labels = images.labels if self.labelled else None
         parts = partial(live.predictions, split)
         return Gallery(len(images), live.data.num_classes, parts, labels, self.labelled)
