@@ -313,6 +313,31 @@ def test_a_warm_start_takes_queries_and_keys_too(run):
     torch.testing.assert_close(job.student.eval()(images), teacher(images))
 
 
+def test_a_run_begins_its_student_with_a_slice_of_the_teacher(tmp_path, in_process):
+    """Which shows in a student that has hardly learned since."""
+    settings = settings_with(
+        "phase_a.teacher_args={embed_dim: 64, depth: 3}",
+        "phase_b.warm_start=slice",
+        "phase_b.optim={lr: 1.0e-9, min_lr: 0}",
+        "phase_b.optim.weight_decay=0",
+        "baseline.epochs=0",
+    )
+    run_all(settings, tmp_path / "run", "standard")
+    folders = ("phase_a/teacher", "phase_b/standard/student")
+    teacher, student = (
+        timm.create_model(f"local-dir:{tmp_path / 'run' / folder}", pretrained=True)
+        for folder in folders
+    )
+    last = teacher.blocks[2].attn.qkv.weight.view(3, 2, 32, 64)[:, :, ::2, ::2]
+    torch.testing.assert_close(student.blocks[1].attn.qkv.weight.view(3, 2, 16, 32), last)
+    torch.testing.assert_close(student.head.weight, teacher.head.weight[:, ::2])
+    larger = ("--run-dir", tmp_path / "new", *sets("phase_a.teacher_args={embed_dim: 16}"))
+    changes = sets(*SETTINGS, "phase_b.warm_start=slice")
+    code, _, err = in_process("phase-a", "digits", *changes, *larger)
+    assert code == 2 and "channels: 32, the trained ViT 16: a slice is at most" in err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
     folder = Path(shutil.copytree(run / "phase_a" / "teacher", tmp_path / "vit"))
     settings = settings_with(f"phase_a.teacher=local-dir:{folder}")

@@ -62,8 +62,8 @@ def with_weights(
     model = settings.model
     if model.match_params:
         raise UserError("model.match_params: a ViT that is fine-tuned keeps its FFN")
-    sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
-    arguments = {**sizes, **model.args, **model.student_args}
+    fitting = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
+    arguments = {**fitting, **model.args, **model.student_args}
     torch.manual_seed(settings.seed)  # a conversion draws, too
     stored, vit = (untrained(model.name, given, "meta") for given in ({}, arguments))
     if parts_of(stored) != parts_of(vit):
