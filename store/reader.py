@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -185,7 +185,7 @@ class Store:
             self._refuse_absent(self._layout.names[0], ids, ~self._finished[ids])
         return ids
 
-    def _check_names(self, names: Iterable[str] | None) -> Sequence[str]:
+    def _check_names(self, names: Iterable[str] | None) -> list[str]:
         """The names of arrays that were asked for, by default those of all."""
         if names is None:
             return self._layout.names

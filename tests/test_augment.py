@@ -250,10 +250,10 @@ def test_randaugment_moves_pixels_only_where_geometry_is_ignored():
 
 def test_phase_a_augments_if_it_is_told_to_and_mixes_no_images_for_gaussians():
     given = ["augment={flip: true, mixup: 0.2, cutmix: 1}"]
-    assert config.load("digits", given).phase_a_augment == AugmentSettings()
+    assert config.load("digits_expected", given).phase_a_augment == AugmentSettings()
     given.append("phase_a.augment=true")
-    assert config.load("digits", given).phase_a_augment == AugmentSettings(flip=True)
-    settings = config.load("digits", [*given, "phase_a.teacher=vit"])
+    assert config.load("digits_expected", given).phase_a_augment == AugmentSettings(flip=True)
+    settings = config.load("digits_expected", [*given, "phase_a.teacher=vit"])
     assert settings.phase_a_augment == settings.augment
 
 

@@ -149,7 +149,9 @@ def resolved(base, rows):
 
 
 def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
-    base = config.load("digits", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
+    base = config.load(
+        "digits_expected", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"]
+    )
     settings = resolved(base, default_rows(base, ["standard", "belief2"]))
     baselines, students = [BASELINE, "plain ViT, belief2"], ["standard", "belief2"]
     controls = ["shuffled maps", "prior alone", "no soft labels"]
@@ -166,7 +168,9 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
 def test_the_plain_vit_is_plain_whatever_the_student_is():
     options = {"zz": False}
     changes = ["attention=belief2", f"attention_options={options}", "student_args={rezero: true}"]
-    base = config.load("digits", [f"model.{one}" for one in [*changes, "match_params=true"]])
+    base = config.load(
+        "digits_expected", [f"model.{one}" for one in [*changes, "match_params=true"]]
+    )
     settings = resolved(base, default_rows(base, ["belief2", "attentionx"]))
     models = {name: each.model for name, each in settings.items()}
     reference, student = models[BASELINE], models["distilled belief2"]
@@ -180,7 +184,7 @@ def test_the_plain_vit_is_plain_whatever_the_student_is():
 
 def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     def digests(*changes):
-        settings = config.load("digits", changes)
+        settings = config.load("digits_expected", changes)
         plain, student = (resolve(Row(name="", plain=plain), settings) for plain in (True, False))
         return [digest(plain), digest(student), digest(as_teacher(student))]
 
@@ -194,7 +198,7 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     alone = "phase_a.per_image=none"
     assert digests(alone) == digests(alone, "phase_b.shuffle_maps=yes")
 
-    base = config.load("digits")
+    base = config.load("digits_expected")
     flat = config.flatten(resolve(Row(name=""), base), Scope.ANYTIME)  # also those with a default
     changed = [
         digest(resolve(Row(name="", settings={name: value / 2}), base))
@@ -216,7 +220,7 @@ def test_an_entry_changes_the_row_named_in_like_and_inherits_plain():
         {"name": "mine", "like": None, "model.student_args": {"mlp_ratio": 3}},
         {"name": "smaller", "like": "mine", "model.student_args.mlp_ratio": 2},
     ]
-    base = config.load("digits")
+    base = config.load("digits_expected")
     rows = {row.name: row for row in swept(entries, base)}
     settings = resolved(base, rows.values())
     assert rows["longer"].plain and rows["lr 0.1"].plain and not rows["encoding uint8"].plain
@@ -249,7 +253,7 @@ def test_the_folder_of_a_comparison_is_known_by_its_lock(in_process, tmp_path):
 def test_a_plain_row_changes_the_baselines_optimizer_and_epochs():
     """Which a configuration may name apart from those of phase B, and a distilled row those."""
     changes = ["phase_b.epochs=6", "baseline.epochs=9", "train.optim.lr=3e-3"]
-    base = config.load("digits", [*changes, "baseline.optim.lr=1e-3"])
+    base = config.load("digits_expected", [*changes, "baseline.optim.lr=1e-3"])
     expected = {
         BASELINE: (9, 1e-3),
         "as it is": (9, 1e-3),
@@ -346,7 +350,7 @@ def test_a_tiny_comparison(compared):
 
 def test_the_costs_of_a_tiny_comparison(compared):
     """100 images, 2 or 3 epochs of the student, 1 of the teacher, which compares no queries."""
-    settings = config.load("digits", TINY)
+    settings = config.load("digits_expected", TINY)
     vit = build_student(settings, load_data(settings.data), settings.train)
     forward, rows = products_of(vit, tokens=16), rows_of(compared[0], "mine")
     dropped = products_of(vit, tokens=8)  # in the first of three epochs
@@ -484,7 +488,7 @@ def test_a_folder_with_files_of_two_trainings_is_refused(compared, in_process, t
 
 def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_process, tmp_path):
     """What is no setting of a teacher does not keep a comparison from its students."""
-    vit = config.load("digits", [*TINY, "model.attention=standard"])
+    vit = config.load("digits_expected", [*TINY, "model.attention=standard"])
     phase_b.train_student(vit, tmp_path / "vit", teacher=None)
     folder = tmp_path / "c"
     changes = [

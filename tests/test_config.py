@@ -28,14 +28,14 @@ def test_dumped_settings_load_to_the_same(tmp_path):
 
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
 def test_numbers_in_scientific_notation_are_numbers(text):
-    assert config.load("digits", [f"train.optim.lr={text}"]).train.optim.lr == 1e-4
+    assert config.load("digits_expected", [f"train.optim.lr={text}"]).train.optim.lr == 1e-4
 
 
 @pytest.mark.parametrize("text", ["2024", "007", "1e5", "true", "2024-05-01", "a b"])
 def test_a_text_that_looks_like_something_else_stays_a_text(text):
-    settings = config.load("digits", [f"data.root={text}", f"device={text}"])
+    settings = config.load("digits_expected", [f"data.root={text}", f"device={text}"])
     assert (settings.data.root, settings.device) == (Path(text), text)
-    assert config.load("digits", ["data.root=x", "data.root=null"]).data.root is None
+    assert config.load("digits_expected", ["data.root=x", "data.root=null"]).data.root is None
 
 
 def fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -147,7 +147,7 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
 )
 def test_bad_settings_are_refused_in_one_line(overrides, message):
     with pytest.raises(UserError) as error:
-        config.load("digits", overrides.split(" & "))
+        config.load("digits_expected", overrides.split(" & "))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -211,8 +211,8 @@ def test_what_a_scope_says():
     of_student = ("model.attention", "train.optim.lr", "baseline.optim.lr", "phase_b.gamma", "seed")
     assert {scope(name) for name in of_student} == {Scope.STUDENT}
     assert scope("export.kind") is scope("model.name") is Scope.RUN
-    other = config.load("digits", ["threads=3", "export.k=5", "train.optim.lr=0.5"])
-    before = config.load("digits")
+    other = config.load("digits_expected", ["threads=3", "export.k=5", "train.optim.lr=0.5"])
+    before = config.load("digits_expected")
     assert config.changed(before, other, Scope.ANYTIME, Scope.STUDENT) == ["export.k"]
 
 
@@ -264,7 +264,7 @@ def test_train_on_the_command_line_counts_for_both(override, student, baseline, 
 
 
 def test_what_the_command_line_says_of_phase_b_stays_beside_train():
-    settings = config.load("digits", ["phase_b.epochs=3", "train.epochs=5"])
+    settings = config.load("digits_expected", ["phase_b.epochs=3", "train.epochs=5"])
     assert (settings.student_training.epochs, settings.baseline_training.epochs) == (3, 5)
 
 

@@ -155,7 +155,7 @@ def assert_close(found: dict, expected: dict, tolerance: float) -> None:
     [case if case == "files" else pytest.param(case, marks=pytest.mark.long) for case in CASES],
 )
 def test_any_number_of_processes_trains_the_same(tmp_path, case):
-    settings = config.load("digits", [*TINY, *CASES[case]])
+    settings = config.load("digits_expected", [*TINY, *CASES[case]])
     worlds = (1, 4) if case == "files" else (1, 2)
     for size in worlds:
         codes = in_world(size, tmp_path / "words", train, tmp_path / str(size), settings)
@@ -180,7 +180,7 @@ def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
 
 
 def test_ranks_end_with_the_same_bits_and_hold_their_own_images_only(tmp_path):
-    settings = config.load("digits", [*TINY, "phase_a.max_epochs=1"])
+    settings = config.load("digits_expected", [*TINY, "phase_a.max_epochs=1"])
     codes = in_world(2, tmp_path / "words", weights_of_ranks, settings, tmp_path / "run")
     first, second = ((tmp_path / "words" / f"rank{rank}.txt").read_text() for rank in (0, 1))
     assert codes == [0, 0], first + second
@@ -200,7 +200,9 @@ def trained(tmp_path_factory) -> Path:
     from stages import run
 
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run.run(config.load("digits", [*TINY, "phase_b.gamma=0.1", "baseline.epochs=0"]), folder)
+    run.run(
+        config.load("digits_expected", [*TINY, "phase_b.gamma=0.1", "baseline.epochs=0"]), folder
+    )
     return folder
 
 
@@ -295,7 +297,7 @@ def machines(tmp_path_factory) -> Path:
     from gaupipe.vit.build import build_vit
 
     place = tmp_path_factory.mktemp("machines")
-    settings = config.load("digits", TINY)
+    settings = config.load("digits_expected", TINY)
     data = load_data(settings.data)
     for rank in (0, 1):
         folder = place / str(rank) / "fashion-mnist"
@@ -345,7 +347,7 @@ def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     """Rank 1 is killed again and again; the others end by themselves, and one or two processes
     continue. The run ends as one that nothing happened to."""
     fast = ["baseline.epochs=0", "phase_b.gamma=0.1"]
-    settings = config.load("digits", [*TINY, *fast])
+    settings = config.load("digits_expected", [*TINY, *fast])
     assert in_world(2, tmp_path / "words", train, tmp_path / "unbroken", settings) == [0, 0]
     generator, killed, size, codes = random.Random(0), 0, 2, [1]
     while any(codes):

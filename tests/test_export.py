@@ -35,7 +35,7 @@ SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
 
 
 def train(folder: Path, *settings: str) -> Path:
-    phase_a.run(config.load("digits", [*SETTINGS, *settings]), folder)
+    phase_a.run(config.load("digits_expected", [*SETTINGS, *settings]), folder)
     return folder
 
 
@@ -345,7 +345,7 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
     ],
 )
 def test_the_usual_kind_is_the_smallest_that_loses_nothing(changes, kind):
-    assert chosen(config.load("digits", changes)).kind == kind
+    assert chosen(config.load("digits_expected", changes)).kind == kind
     assert chosen(config.load("imagenet_tiny")).kind == "embedding"
 
 

@@ -98,7 +98,7 @@ def test_a_step_of_a_student(student_job, gpu):
 @pytest.fixture
 def teacher_job(request, tmp_path):
     small = ["model.args={embed_dim: 16, depth: 2, num_heads: 2}", "data.batch_size=20", AUGMENT]
-    settings = config.load("digits", [*small, f"phase_a.{request.param}"])
+    settings = config.load("digits_expected", [*small, f"phase_a.{request.param}"])
     return gaussian_teacher.build(settings, tmp_path, load_data(settings.data, False))
 
 

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 def settings_of(folder, *changes):
     model = [f"model.name=local-dir:{folder / 'weights'}", "data.image_size=16"]
     data = ["data.name=folder", f"data.root={folder / 'photos'}", f"data.scaling={SCALING}"]
-    return config.load("digits", [*model, *data, *changes])
+    return config.load("digits_expected", [*model, *data, *changes])
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def test_weights_keep_their_attention_whatever_the_configuration_names(tmp_path,
         ("vit_tiny_patch16_224.augreg_in21k", "", "not on this machine: --download fetches them"),
         ("vit_tiny_patch16_224.nosuch", "", "timm has no weights 'vit_tiny_patch16_224.nosuch'"),
         ("resnet18.a1_in1k", "", "model.name: resnet18.a1_in1k is a ResNet, no VisionTransfor"),
-        ("local-dir:nosuch", "", "/nosuch: model.name should be a gauvit name"),
+        ("local-dir:nosuch", "", "local-dir:nosuch: there is no folder nosuch"),
         ("local-dir:photos", "", "Config file not found"),
         ("local-dir:weights", "model.match_params=true", "keeps its FFN"),
         ("local-dir:weights", "model.attention=gaussian", "cannot convert to 'gaussian'"),

@@ -106,9 +106,9 @@ EXACT = ["phase_b.warm_start=exact", "model.attention_options={prior: true}"]
 def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     """The student's predictions before its first step are the teacher's."""
     run_dir = tmp_path / "run"
-    phase_a.run(config.load("digits", [*TEACHER, *EXACT]), run_dir)
+    phase_a.run(config.load("digits_expected", [*TEACHER, *EXACT]), run_dir)
     export.run(run_dir)
-    run, data = RunDirectory(run_dir), load_data(config.load("digits").data)
+    run, data = RunDirectory(run_dir), load_data(config.load("digits_expected").data)
     job = phase_b.build(run.settings(), data, run)
     loaded = phase_a.load(run, data)
     hand_over(job.student, loaded.teacher.weights())

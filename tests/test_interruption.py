@@ -193,7 +193,7 @@ def test_short_epochs_have_checkpoints_between_them_only(tmp_path, monkeypatch):
         ("always", ["data.batch_size=100"], [1, 2, 0] * 2),
         ("groups", ["phase_a.optim.accumulate=5"], [5, 10, 0] * 2),
     ):
-        phase_a.run(config.load("digits", [*TINY, *settings]), tmp_path / name)
+        phase_a.run(config.load("digits_expected", [*TINY, *settings]), tmp_path / name)
         assert written == expected, name
         written.clear()
 

@@ -49,7 +49,9 @@ def seen(monkeypatch):
 
 
 def train(folder: Path, *changes: str) -> list[dict]:
-    return phase_b.train_student(config.load("digits", [*TINY, *changes]), folder, teacher=None)
+    return phase_b.train_student(
+        config.load("digits_expected", [*TINY, *changes]), folder, teacher=None
+    )
 
 
 def epoch_of(folder: Path, seen: dict) -> int:
@@ -118,7 +120,7 @@ def test_a_finished_student_is_chosen_anew(tmp_path, seen):
 
 def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process):
     run = RunDirectory(tmp_path / "run")
-    settings = config.load("digits", [*TINY, "train.keep=best"])
+    settings = config.load("digits_expected", [*TINY, "train.keep=best"])
     run.path.mkdir()
     run.config.write_text(config.dump(settings))
     code, _, err = in_process("phase-b", "--run-dir", run.path, "--no-distill")

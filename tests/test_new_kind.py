@@ -67,11 +67,11 @@ def test_both_packages_know_the_same_kinds():
 
 def test_a_kind_is_two_classes(tmp_path, monkeypatch, in_process):
     with pytest.raises(UserError, match="should be one of gaussian, .*, topk, got"):
-        config.load("digits", SETTINGS)
+        config.load("digits_expected", SETTINGS)
     monkeypatch.setitem(store.KINDS, "headmean", HeadMean())
     monkeypatch.setitem(kinds.KINDS, "headmean", HeadMeanKind())
     run = tmp_path / "run"
-    phase_a.run(config.load("digits", SETTINGS), run)
+    phase_a.run(config.load("digits_expected", SETTINGS), run)
     assert in_process("export-maps", "--run-dir", run)[0] == 0
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
     gaussians = run / "gaussians.zarr"

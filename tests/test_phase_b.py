@@ -50,7 +50,7 @@ TEACHER = [
 
 
 def make(run_dir: Path, *overrides: str, kind: str = "gaussian") -> Path:
-    phase_a.run(config.load("digits", [*TEACHER, *overrides]), run_dir)
+    phase_a.run(config.load("digits_expected", [*TEACHER, *overrides]), run_dir)
     export.run(run_dir, kind)
     return run_dir
 

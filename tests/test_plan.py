@@ -213,7 +213,7 @@ def test_an_allocation_that_fails_is_one_line():
 
 
 def test_plan_of_a_world_divides_the_memory(tmp_path):
-    digits = load("digits", ["data.batch_size=100", "device=cpu"])
+    digits = load("digits_expected", ["data.batch_size=100", "device=cpu"])
     plans = [plan.run(digits, tmp_path, world_size=size) for size in (1, 4)]
     alone, each = (planned["stages"] for planned in plans)
     activations = 4 * resources.ACTIVATIONS * 100 * 16 * 4 * 64  # tokens, blocks, width

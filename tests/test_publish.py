@@ -95,7 +95,7 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
 def test_paths_of_this_machine_are_in_no_setting():
     args = "{pretrained_cfg_overlay: {file: /home/someone/weights.bin, mean: [0.5, a/b]}}"
     sets = "phase_a.teacher=local-dir:/x/vit", f"phase_a.teacher_args={args}", "data.root=/x/y"
-    settings = without_folders(config.load("digits", [*sets, "data.name=folder"]))
+    settings = without_folders(config.load("digits_expected", [*sets, "data.name=folder"]))
     assert settings.phase_a.teacher == "local-dir:vit" and settings.data.root == Path("y")
     overlay = {"file": "weights.bin", "mean": [0.5, "a/b"]}
     assert settings.phase_a.teacher_args == {"pretrained_cfg_overlay": overlay}
@@ -129,7 +129,7 @@ def test_class_names_reach_those_who_load_the_model_and_are_no_markup_in_the_car
 
     monkeypatch.setattr(splits, "load_data", load_named)
     student = RunDirectory(run).student("standard") / "student"
-    described = load_named(config.load("digits").data, False).data_config
+    described = load_named(config.load("digits_expected").data, False).data_config
     save_student(load_folder(student, ""), student, **described)
     assert publish(run, in_process, "--out", tmp_path / "out")[0] == 0
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)

@@ -62,7 +62,7 @@ def results(run_dir: Path) -> dict[str, list[dict]]:
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
-    settings = config.load("digits", [*TINY, *CASES[case]])
+    settings = config.load("digits_expected", [*TINY, *CASES[case]])
     assert exit_code(work, tmp_path / "unbroken", settings) == 0
     killed = 0
     generator = random.Random(case)

@@ -54,7 +54,7 @@ SETTINGS = [
 
 
 def settings_with(*overrides: str):
-    return config.load("digits", [*SETTINGS, *overrides])
+    return config.load("digits_expected", [*SETTINGS, *overrides])
 
 
 @pytest.fixture(scope="module")

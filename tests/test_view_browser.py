@@ -200,7 +200,7 @@ def test_rows_are_those_of_inspect(browser, tmp_path, name):
 def run(tmp_path_factory):
     """A run on the digits, with a teacher, its store and a student."""
     folder = tmp_path_factory.mktemp("browser") / "run"
-    run_all(config.load("digits", SETTINGS), folder)
+    run_all(config.load("digits_expected", SETTINGS), folder)
     return folder
 
 
@@ -416,7 +416,7 @@ def test_a_run_without_a_store_shows_its_students(browser, run, tmp_path, scheme
     viewer = open_viewer(None, tmp_path / "run")
     live = viewer.model("standard")
     logits, labels = evaluate.predictions(
-        live.model, live.data.val, live.data, config.load("digits")
+        live.model, live.data.val, live.data, config.load("digits_expected")
     )
     wrong = np.flatnonzero(logits.argmax(-1) != labels)
     with serving(viewer) as address:

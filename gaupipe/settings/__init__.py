@@ -357,10 +357,6 @@ class PhaseASettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
-        if self.per_image != "embedding" and self.compression != CompressionSettings():
-            raise ValueError("compression is for per_image: embedding: set that too")
-        if self.local != LocalSettings() and not self.is_local:
-            raise ValueError("local is for teacher: local: set that too")
         if not self.learns_gaussians:
             return self._without_gaussians()
         if self.teacher_args:
@@ -380,8 +376,6 @@ class PhaseASettings(Section):
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
-        if self.per_image == "embedding":
-            raise ValueError(f"per_image: a teacher {self.teacher!r} has no Gaussians to embed")
         return self
 
     @property
