@@ -41,7 +41,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from stages import phase_a
-from stages.phase_a.trained_vit import say_if_others_are_predicted
+from stages.phase_a.trained_vit import probe_where_others_are_predicted
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan
@@ -129,8 +129,7 @@ def run(
         return None
     with run.locked():
         job = distributed.main_first(load)
-        if teacher is not None:
-            say_if_others_are_predicted(job)
+        probe_where_others_are_predicted(job)
         return export(job, place, {"kind": kind, "encoding": encoding, "k": k, "views": views})
 
 

@@ -10,6 +10,8 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
 from timm.data import create_transform, resolve_data_config
 
 import store
@@ -19,6 +21,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import MapsOfEpoch
 from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.probe import fit_probe
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.warm_start import warm_start
@@ -33,6 +36,7 @@ from stages.publish import folder as publish
 from stages.run import run as run_all
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
+from stages.verify import against_teacher
 from stages.view.serve import open_viewer
 from test_cli import metrics
 from test_own_images import photos
@@ -407,8 +411,8 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
         code, _, err = in_process(*exporting, "--out", out, *wrong)
         assert (code, err.count("\n")) == (2, 1) and "teacher_args" in err and not out.exists()
     code, _, err = in_process(*exporting, "--out", tmp_path / "with-a-head.zarr")
-    assert code == 0 and "seven: its 7 classes are not the 10 of digits: its maps are taken" in err
-    assert store.open(tmp_path / "with-a-head.zarr").schema.extra["predicts"] is False
+    assert code == 0 and "seven: its 7 classes are not the 10 of digits: a linear probe" in err
+    assert store.open(tmp_path / "with-a-head.zarr").schema.extra["predicts"] is True
     assert in_process(*exporting, "--out", out, "--set", advice)[0] == 0
     assert in_process("verify", out, "--teacher", "--run-dir", run)[0] == 0
     settings = sets("phase_b.alpha=0", "phase_b.beta=1", "train.epochs=1")
@@ -529,15 +533,38 @@ def test_a_store_of_another_kind_is_not_taken_for_the_one_asked_for(run):
         export.ensure(run, export=settings_with("export.kind=topk").export)
 
 
-def test_without_predictions_soft_labels_are_refused(run, tmp_path):
-    vit = f"local-dir:{run / 'phase_a' / 'teacher'}"
-    teacher = (f"phase_a.teacher={vit}", "phase_a.teacher_args={num_classes: 0}")
-    with pytest.raises(UserError, match="predicts no classes of digits: set phase_b.alpha=0"):
-        phase_a.run(settings_with(*teacher), tmp_path / "next")
-    rows = run_all(settings_with(*teacher, "phase_b.alpha=0"), tmp_path / "next")
-    assert rows[0]["val_acc"] is None and np.isfinite(rows[1]["val_acc"])
-    with pytest.raises(UserError, match="predicts no classes"):
-        phase_b.run(tmp_path / "next", overrides=["phase_b.alpha=0.1"], name="soft")
+def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
+    """By scikit-learn's own regression on the features that timm gives, out of fold, for each view;
+    and a student learns from it."""
+    folder = run / "phase_a" / "teacher"
+    settings = settings_with(
+        f"phase_a.teacher=local-dir:{folder}",
+        "phase_a.teacher_args={num_classes: 0}",
+        "augment={flip: true}",
+        "export={views: 2, kind: dense}",
+    )
+    rows = run_all(settings, tmp_path / "next")
+    said = f"a linear probe on its features predicts them: {100 * rows[0]['val_acc']:.1f} %"
+    assert capsys.readouterr().err.count(said) == 2  # in phase A, and as it exports
+    assert np.isfinite(rows[1]["val_acc"])
+    stored = store.open(tmp_path / "next" / "maps.zarr").gather(np.arange(240))
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=0).eval()
+    data = load_data(settings.data)
+    batches = Batches(data.train, data, torch.device("cpu"), 240)
+    with torch.inference_mode():
+        features = model(next(batches.in_order()).images).numpy()
+        views = batches.views(np.arange(240), Augment(settings.augment, 0), 2)
+        of_views = model(next(views).images).numpy()
+    job = phase_a.load(RunDirectory(tmp_path / "next"), data)
+    probe = fit_probe(job)
+    scaler, folds = StandardScaler().fit(features), probe.folds.numpy()
+    for fold in range(5):
+        inside = np.repeat(folds == fold, 2)
+        model = LogisticRegression(C=probe.strength, max_iter=1000)
+        model.fit(scaler.transform(features)[folds != fold], data.train.labels[folds != fold])
+        expected = model.predict_log_proba(scaler.transform(of_views)[inside])
+        np.testing.assert_allclose(stored["logits"][inside], expected, atol=0.03, rtol=0.01)
+    assert against_teacher(str(tmp_path / "next" / "maps.zarr")) == []
 
 
 def test_classes_of_a_teacher_are_those_of_the_folders_by_name(tmp_path, in_process):
@@ -555,11 +582,8 @@ def test_classes_of_a_teacher_are_those_of_the_folders_by_name(tmp_path, in_proc
         run = tmp_path / f"run-{first}"
         command = ["phase-a", "--data", tmp_path / "photos", "--run-dir", run, *teacher, *changes]
         code, _, err = in_process(*command)
-        if first == "fox":
-            said = "fox predicts no classes of folder: set phase_b.alpha=0"
-            assert code == 2 and said in err.splitlines()[-1] and not run.exists()
-            code, _, err = in_process(*command, *sets("phase_b.alpha=0"))
-            assert "fox: its 2 classes are not the 2 of folder: its maps are taken without" in err
+        said = "fox: its 2 classes are not the 2 of folder: a linear probe on its features"
+        assert (said in err) == (first == "fox")
         assert code == 0, err
         accuracies[first] = metrics(run / "phase_a/metrics.jsonl")[0]["train_acc"]
     assert accuracies["cat"] + accuracies["dog"] == pytest.approx(1) != 2 * accuracies["cat"]

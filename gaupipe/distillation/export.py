@@ -113,6 +113,10 @@ def outputs(
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
         logits, attention = job.forward_with_maps(batch, generator)
+        if job.probe is not None and isinstance(attention, VitMaps):
+            assert attention.pooled is not None  # of a teacher without predictions
+            image_ids = batch.ids // schema.views
+            logits = job.probe.logits_out_of_fold(attention.pooled, image_ids).log_softmax(-1)
         with torch.no_grad():
             dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
             named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}

@@ -55,6 +55,8 @@ def measure(job: VitJob) -> dict[str, Any]:
         splits = job.data.train, job.data.val
         train, val = (score_model(job.teacher, job.batches(split)) for split in splits)
         metrics |= {"train_loss": train["loss"], "train_acc": train["acc"], "val_acc": val["acc"]}
+    elif job.probe is not None:
+        metrics["val_acc"] = job.probe.accuracy
     rate = len(job.data.train) / (time.monotonic() - started)
     return metrics | {"seconds": 0.0, "images_per_s": round(rate, 1)}
 

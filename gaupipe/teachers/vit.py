@@ -41,6 +41,8 @@ class VitMaps:
     """(h, w) in patches."""
     dropped: Tensor
     """[L, H]: the mean share of a patch's attention that class and register tokens had."""
+    pooled: Tensor | None = None
+    """[B, D] float32, of a teacher without predictions: the features that its head would get."""
 
     def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[B, L, H, T, T], rounded to ``dtype``."""
@@ -97,8 +99,11 @@ class VitTeacher(nn.Module):
         """
         features, maps = self._features(self._normalised(images))
         logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
+        pooled = None
         if self.predicts:
             logits = self._in_order(self.model.forward_head(features)).log_softmax(-1)
+        else:
+            pooled = self._pooled(features)
         blocks: list[Tensor] = []
         dropped: list[Tensor] = []
         while maps:  # [B, H, P + T, P + T], freed one by one
@@ -107,12 +112,22 @@ class VitTeacher(nn.Module):
             patches, share = without_prefix(map, self.prefix - self.kept_prefix)
             blocks.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
-        return logits, VitMaps(blocks, self.grid, torch.stack(dropped))
+        return logits, VitMaps(blocks, self.grid, torch.stack(dropped), pooled)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them, of a teacher
         that predicts the data set's classes."""
         return self._in_order(self.model(self._normalised(images)))
+
+    @torch.inference_mode()
+    def pooled(self, images: Tensor) -> Tensor:
+        """Features [B, D] float32, as the head gets them, of images as :meth:`forward_with_maps`
+        takes them. Raises UserError for features that are not finite."""
+        return self._pooled(self.model.forward_features(self._normalised(images)))
+
+    def _pooled(self, features: Tensor) -> Tensor:
+        pooled = self.model.forward_head(features, pre_logits=True)
+        return self._finite(pooled.float(), "its features")
 
     def _in_order(self, logits: Tensor) -> Tensor:
         """The model's logits as float32 [B, C], in the order of the data set's classes."""
