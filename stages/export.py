@@ -67,6 +67,8 @@ def run(
     encoding: str | None = None,
     k: int | None = None,
     views: int | None = None,
+    grid: tuple[int, int] | None = None,
+    layers: list[int] | None = None,
     teacher: str | None = None,
     overrides: Sequence[str] = (),
     download: bool = False,
@@ -76,7 +78,7 @@ def run(
     """Writes the store of a run whose phase A has finished and returns its path or URL; None for
     the teacher local, which has none.
 
-    kind, encoding, k, views
+    kind, encoding, k, views, grid, layers
                as in :class:`gaupipe.settings.ExportSettings`; None is what the store that is there
                has, else what the settings say
     out        path or URL of the store; None is the run's own
@@ -130,7 +132,8 @@ def run(
     with run.locked():
         job = distributed.main_first(load)
         probe_where_others_are_predicted(job)
-        return export(job, place, {"kind": kind, "encoding": encoding, "k": k, "views": views})
+        options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
+        return export(job, place, options | {"grid": grid, "layers": layers})
 
 
 def say_nothing_to_export(settings: Settings, out: str | None) -> None:

@@ -533,6 +533,31 @@ def test_a_store_of_another_kind_is_not_taken_for_the_one_asked_for(run):
         export.ensure(run, export=settings_with("export.kind=topk").export)
 
 
+def test_a_store_may_have_some_blocks_on_the_students_grid(run, tmp_path):
+    """And a student with these patches learns from it, each block from one of those stored."""
+    vit = f"phase_a.teacher=local-dir:{run / 'phase_a' / 'teacher'}"
+    student = "model.student_args={patch_size: 4, depth: 1}"
+    settings = settings_with(vit, "export={grid: [2, 2], layers: [1], kind: dense}", student)
+    rows = run_all(settings, tmp_path / "next")
+    assert np.isfinite(rows[1]["val_acc"])
+    maps = store.open(tmp_path / "next" / "maps.zarr")
+    assert (maps.schema.grid, maps.schema.layers) == ((2, 2), 1)
+    stored = torch.from_numpy(maps.gather(np.arange(20))["maps"]).float()
+    whole = teachers_maps(run, first_images(run, 20))[:, 1]  # [20, H, 16, 16]
+    tokens = whole.unflatten(-1, (2, 2, 2, 2)).sum((-3, -1))  # (y, 2, x, 2) of the keys
+    tokens = tokens.unflatten(2, (2, 2, 2, 2)).mean((3, 5)).reshape(20, 2, 4, 4)
+    torch.testing.assert_close(stored[:, 0], tokens, atol=1e-3, rtol=0)
+    assert against_teacher(str(tmp_path / "next" / "maps.zarr")) == []
+    assert run_all(settings, tmp_path / "next")[1]["val_acc"] == rows[1]["val_acc"]
+    with pytest.raises(UserError, match=r"export.grid: should be at most the teacher's, 4 x 4"):
+        phase_a.run(settings_with("export.grid=[5, 4]"), tmp_path / "larger")
+    with pytest.raises(UserError, match="export.layers: should be blocks from 0 to 1"):
+        phase_a.run(settings_with("export.layers=[0, 2]"), tmp_path / "deeper")
+    gaussian = settings_with("phase_a.teacher=gaussian", "export.layers=[0]")
+    with pytest.raises(UserError, match="are for the maps of a trained ViT"):
+        phase_a.run(gaussian, tmp_path / "gaussian")
+
+
 def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
     """By scikit-learn's own regression on the features that timm gives, out of fold, for each view;
     and a student learns from it."""

@@ -11,7 +11,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.losses import check_maps
 from gaupipe.distillation.store_choice import planned_export
 from gaupipe.distillation.warm_start import start_from_teacher
-from gaupipe.settings import PhaseBSettings, Settings
+from gaupipe.settings import ExportSettings, PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
@@ -33,6 +33,11 @@ class MapShape:
             return cls(model.grid, model.layers, model.heads)
         first: Any = model.blocks[0]
         return cls(tuple(model.patch_embed.grid_size), len(model.blocks), first.attn.num_heads)
+
+    def stored(self, export: ExportSettings) -> MapShape:
+        """Of the maps that an ``export`` stores of these."""
+        layers = self.layers if export.layers is None else len(export.layers)
+        return MapShape(export.grid or self.grid, layers, self.heads)
 
 
 def layer_map(phase: PhaseBSettings, depth: int, layers: int) -> list[int | None]:
@@ -79,8 +84,8 @@ def check_student(settings: Settings, data: ImageData, teacher: Any, weights: An
     phase, shape = settings.phase_b, MapShape.of(teacher)
     train = settings.student_training
     student = build_student(settings, data, train, "meta")
-    check_fit(student, shape, phase, "the teacher")
+    check_fit(student, shape.stored(settings.export), phase, "the teacher")
     if phase.warm_start != "none":
         start_from_teacher(student, phase.warm_start, weights, shape.heads, shape.grid)
     build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
-    planned_export(settings, teacher, shape.grid)
+    planned_export(settings, teacher, shape.grid, shape.layers)

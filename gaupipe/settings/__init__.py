@@ -416,6 +416,13 @@ class ExportSettings(Section):
     """Number of augmented views of each image whose maps are stored. The views are drawn as
     the section ``augment`` says, and phase B trains on the same views. Null stores the maps of the
     images themselves."""
+    grid: tuple[Positive, Positive] | None = None
+    """(height, width) in tokens of the stored maps of a trained ViT, at most its own: a map is then
+    the mean over the queries and the sum over the keys that a larger token covers. Null stores maps
+    on the teacher's grid."""
+    layers: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Blocks of a trained ViT whose maps are stored, counted from 0, such as those that phase B
+    compares: ``[0, 4, 7, 11]``. Null stores the maps of all blocks."""
 
 
 class TrainSettings(Section):

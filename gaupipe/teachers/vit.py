@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
 from gaupipe.data.splits import ImageData
-from gaupipe.maps.views import without_prefix
+from gaupipe.maps.views import pool_map, without_prefix
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.capture import AttentionReader, attention_map, use_fused_attention
 
@@ -51,6 +51,14 @@ class VitMaps:
         for layer, block in enumerate(self.blocks):
             maps[:, layer] = block
         return maps
+
+    def reduced(self, layers: Sequence[int] | None, grid: tuple[int, int]) -> VitMaps:
+        """The same of these blocks alone, None for all, and on a coarser ``grid`` (h, w)."""
+        chosen = range(len(self.blocks)) if layers is None else layers
+        blocks = [self.blocks[layer] for layer in chosen]
+        if grid != self.grid:
+            blocks = [pool_map(block, self.grid, grid) for block in blocks]
+        return VitMaps(blocks, grid, self.dropped[list(chosen)], self.pooled)
 
 
 class VitTeacher(nn.Module):
