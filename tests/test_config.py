@@ -138,7 +138,6 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
         ("data.scaling={mean: [true]}", "mean.0: input should be a valid number"),
         ("data.scaling={mean: ['0']}", "mean.0: input should be a valid number"),
         ("phase_a.prior=false & phase_a.per_image=none", "nothing is left to learn"),
-        ("phase_a.compression.embedding=4", "set that too"),
         ("phase_a.teacher_args={depth: 2}", "see model.args"),
         ("phase_a.teacher=vit & phase_a.teacher_args={img_size: 3}", "the data set says it"),
         ("phase_b.warm_start=exact", "phase_b.warm_start=exact needs phase_a.per_image=none"),

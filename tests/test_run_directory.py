@@ -25,7 +25,7 @@ SETS = sets(*TINY)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    phase_a.run(config.load("digits_expected", TINY), folder / "run")
+    phase_a.run(config.load("digits", TINY), folder / "run")
     export.run(folder / "run")
     return folder / "run"
 

@@ -36,7 +36,7 @@ def trained(tmp_path_factory) -> Path:
     """A run with two students."""
     folder = tmp_path_factory.mktemp("train") / "run"
     for attention in ("standard", "belief2"):
-        train.run(config.load("digits_expected", TINY), folder, attention)
+        train.run(config.load("digits", TINY), folder, attention)
     return folder
 
 
@@ -67,11 +67,11 @@ def test_the_options_of_a_training_are_settings(tmp_path, in_process):
     assert len(metrics(tmp_path / "train/plain/standard/metrics.jsonl")) == 1
     teacher = RunDirectory(tmp_path / "phase-a").settings()
     assert (teacher.phase_a.max_epochs, teacher.phase_a.optim.lr) == (1, 0.01)
-    assert teacher.train == config.load("digits_expected").train
+    assert teacher.train == config.load("digits").train
 
 
 def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
-    settings = config.load("digits_expected", [*TINY, "baseline.epochs=3"])
+    settings = config.load("digits", [*TINY, "baseline.epochs=3"])
     run.run(settings, tmp_path / "run")
     options = {"students": ["standard"], "seeds": [0], "only": ["plain ViT"]}
     (row,) = compare.run(settings, tmp_path / "compare", **options)["rows"]
@@ -135,7 +135,7 @@ def test_other_students_and_a_teacher_may_come_later(trained, tmp_path, in_proce
     assert in_process("phase-b", "--run-dir", run_dir, *other)[0] == 0
     _, out, _ = in_process("evaluate", "--run-dir", run_dir, "--json")
     assert json.loads(out)["student"] == "other"
-    phase_a.run(config.load("digits_expected", TINY), run_dir)
+    phase_a.run(config.load("digits", TINY), run_dir)
     assert RunDirectory(run_dir).teacher_digest() is not None
 
 
@@ -199,13 +199,13 @@ def test_keywords_of_the_model_join_the_chosen_ones_on_resume_too(tmp_path):
 
 
 def test_a_finished_student_is_not_trained_again(trained):
-    settings = config.load("digits_expected", TINY)
+    settings = config.load("digits", TINY)
     path = trained / "plain" / "standard" / "checkpoint" / "state.pt"
     before = path.stat().st_mtime_ns
     rows = train.run(settings, trained, "standard", resume=True)
     assert len(rows) == 3 and path.stat().st_mtime_ns == before
     with pytest.raises(UserError, match="is an attention|other settings"):
-        train.run(config.load("digits_expected", [*TINY, "train.epochs=4"]), trained, resume=True)
+        train.run(config.load("digits", [*TINY, "train.epochs=4"]), trained, resume=True)
 
 
 def test_a_plan_says_what_a_training_takes(trained, in_process, tmp_path):
@@ -248,7 +248,7 @@ def test_an_attention_may_be_named_as_papers_spell_it(tmp_path, in_process):
     command = ["train", "digits", "--student", "Belief2", "--run-dir", tmp_path / "run"]
     code, out, err = in_process(*command, *sets(*TINY, "baseline.epochs=1"))
     assert code == 0 and out.strip() == str(tmp_path / "run/plain/belief2/student"), err
-    named = config.load("digits_expected", ["model.attention=AttentionX"])
-    assert named == config.load("digits_expected", ["model.attention=attentionx"])
+    named = config.load("digits", ["model.attention=AttentionX"])
+    assert named == config.load("digits", ["model.attention=attentionx"])
     code, _, err = in_process("train", "digits", "--student", "Belief3")
     assert code == 2 and "'Belief3' is not one of 'standard', 'belief'" in err
