@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from typing import TextIO
+from typing import IO
 
 QUOTED = re.compile(r"'gaupipe [^']*'")
 
 
-def fitted(line: str, stream: TextIO, command: str = "") -> str:
+def fitted(line: str, stream: IO[str], command: str = "") -> str:
     """``line``, with the ``command`` that it ends in, as ``stream`` should show it: unchanged in a
     pipe; on a terminal broken between words, a command only where it is longer than a line, and
     ``command`` on a line of its own, from which it can be copied."""
