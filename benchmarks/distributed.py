@@ -37,7 +37,7 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import load as config
 from gaupipe.system import distributed
-from gaupipe.training.job import Training
+from gaupipe.training.job import StepLosses, Training
 from gaupipe.training.student import build_student
 from stages.plan import random_data
 
@@ -130,7 +130,7 @@ def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int)
     def steps(forward: torch.nn.Module, count: int) -> None:
         for _ in range(STEPS):
             found = forward(*arguments(count))
-            loss = found["loss"] if isinstance(found, dict) else found
+            loss = found.loss if isinstance(found, StepLosses) else found
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

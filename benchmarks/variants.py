@@ -37,7 +37,7 @@ from gaupipe.data.buckets import Buckets
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
-from gaupipe.training.job import LabelLosses, Training, build, train, training_state
+from gaupipe.training.job import LabelLosses, StepLosses, Training, build, train, training_state
 from gaupipe.training.scores import score_model
 from gaupipe.training.state import TrainingState
 from stages.compare.costs import processor_seconds
@@ -63,7 +63,7 @@ class Selected(LabelLosses):
         """The weight of each image, float32 [B]; 0 leaves it out."""
         raise NotImplementedError
 
-    def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, gamma: float = 0.0) -> StepLosses:
         weights = self.weights(batch, self.step // self.steps)
         self.step += 1
         kept = weights > 0
@@ -73,7 +73,7 @@ class Selected(LabelLosses):
         self.last[rest.ids] = each.detach()
         loss = (each * weights[kept]).sum() / len(batch)
         accuracy = (logits.argmax(-1) == rest.labels).float().mean()
-        return {"loss": loss, "loss_hard": loss, "acc": accuracy}
+        return StepLosses(loss, loss, accuracy)
 
 
 class Half(Selected):
@@ -254,7 +254,7 @@ def main() -> None:
                 "variant": name,
                 "epochs": arguments.epochs,
                 "val_acc": [entry["val_acc"] for entry in state.metrics],
-                "test_acc": test["acc"],
+                "test_acc": test.acc,
                 "processor_seconds": processor_seconds(state.metrics),
                 "proxy_seconds": proxy_seconds if name == "proxy_loss" else None,
             }

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,26 +55,9 @@ MAP_BYTES = 8
 BUSY = "another process writes this store: wait for it to end, or choose another --out"
 
 
-def run(
-    run_dir: Path,
-    kind: str | None = None,
-    *,
-    out: str | None = None,
-    overwrite: bool = False,
-    repair: bool = False,
-    shard_mb: float = 32,
-    force: bool = False,
-    encoding: str | None = None,
-    k: int | None = None,
-    views: int | None = None,
-    teacher: str | None = None,
-    overrides: Sequence[str] = (),
-    download: bool = False,
-    data: ImageData | None = None,
-    augment: AugmentSettings | None = None,
-) -> str | None:
-    """Writes the store of a run whose phase A has finished and returns its path or URL; None for
-    the teacher local, which has none.
+@dataclass(frozen=True)
+class ExportRequest:
+    """The store that the teacher of a run is to write.
 
     kind, encoding, k, views
                as in :class:`gaupipe.settings.ExportSettings`; None is what the store that is there
@@ -88,50 +71,87 @@ def run(
     teacher    a trained ViT, named as ``phase_a.teacher`` is, in place of the run's own teacher
     overrides  ``phase_a.teacher_args...=value``, of ``teacher``
     download   fetch the published weights of ``teacher``
-    data       the data set of the settings, where it has been read already
     augment    draws the views; None is the run's ``augment``
-
-    An unfinished store of the same teacher is continued: its finished shards stay.
     """
-    run = RunDirectory(run_dir)
-    place = Place(str(run.maps) if out is None else out, overwrite, repair, shard_mb, force)
 
-    def read_settings() -> Settings:
-        if teacher is not None and out is None:
+    run: RunDirectory
+    kind: str | None = None
+    encoding: str | None = None
+    k: int | None = None
+    views: int | None = None
+    out: str | None = None
+    overwrite: bool = False
+    repair: bool = False
+    shard_mb: float = 32
+    force: bool = False
+    teacher: str | None = None
+    overrides: Sequence[str] = ()
+    download: bool = False
+    augment: AugmentSettings | None = None
+
+    @property
+    def place(self) -> Place:
+        url = str(self.run.maps) if self.out is None else self.out
+        return Place(url, self.overwrite, self.repair, self.shard_mb, self.force)
+
+    @property
+    def kind_options(self) -> dict[str, Any]:
+        names = ("kind", "encoding", "k", "views")
+        return {name: getattr(self, name) for name in names}
+
+    def check(self) -> Settings:
+        """The settings of the run. Raises UserError for options that do not go together, StoreError
+        for a place where no store can be."""
+        if self.teacher is not None and self.out is None:
             raise UserError(
-                f"--teacher {teacher}: {run.maps} is for the maps of the run's own teacher: name "
-                "another store with --out, which 'gaupipe phase-b --maps' then reads"
+                f"--teacher {self.teacher}: {self.run.maps} is for the maps of the run's own "
+                "teacher: name another store with --out, which 'gaupipe phase-b --maps' then reads"
             )
-        for name in (override.partition("=")[0] for override in overrides):
-            if teacher is None or not f"{name}.".startswith("phase_a.teacher_args."):
+        for override in self.overrides:
+            name = override.partition("=")[0]
+            if self.teacher is None or not f"{name}.".startswith("phase_a.teacher_args."):
                 raise UserError(
                     f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to "
                     "the run; it is for another --teacher"
                 )
-        place.check()
-        return run.settings()  # a folder that is no run is left alone
+        self.place.check()
+        return self.run.settings()  # a folder that is no run is left alone
 
-    def load() -> TeacherJob:
-        job: TeacherJob
-        if teacher is None:
-            job = phase_a.load(run, data, download=download)
+    def load(self, settings: Settings, data: ImageData | None = None) -> TeacherJob[Any]:
+        """The finished teacher of the run, or the other one, on the run's data."""
+        job: TeacherJob[Any]
+        if self.teacher is None:
+            job = phase_a.load(self.run, data, download=self.download)
         else:
-            tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, overrides)
-            images = data or run.load_data(settings.model_copy(update={"download": download}))
-            job = other_teacher(settings, images, teacher, **tree["phase_a"], download=download)
-        if augment is not None:
-            job.settings = job.settings.model_copy(update={"augment": augment})
+            tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
+            settings = settings.model_copy(update={"download": self.download})
+            images = data or self.run.load_data(settings)
+            args = tree["phase_a"]["teacher_args"]
+            job = other_teacher(settings, images, self.teacher, args, self.download)
+        if self.augment is not None:
+            job.settings = job.settings.model_copy(update={"augment": self.augment})
         return job
 
-    settings = distributed.main_first(read_settings)
-    if settings.phase_a.is_local and teacher is None:
-        distributed.on_main(lambda: say_nothing_to_export(settings, out))
+
+def run(
+    run_dir: Path, kind: str | None = None, *, data: ImageData | None = None, **options: Any
+) -> str | None:
+    """Writes the store of a run whose phase A has finished and returns its path or URL; None for
+    the teacher local, which has none. ``options`` are those of :class:`ExportRequest`; ``data`` is
+    the data set of the settings, where it has been read already.
+
+    An unfinished store of the same teacher is continued: its finished shards stay.
+    """
+    request = ExportRequest(RunDirectory(run_dir), kind, **options)
+    settings = distributed.main_first(request.check)
+    if settings.phase_a.is_local and request.teacher is None:
+        distributed.on_main(lambda: say_nothing_to_export(settings, request.out))
         return None
-    with run.locked():
-        job = distributed.main_first(load)
-        if teacher is not None:
+    with request.run.locked():
+        job = distributed.main_first(lambda: request.load(settings, data))
+        if request.teacher is not None:
             say_if_others_are_predicted(job)
-        return export(job, place, {"kind": kind, "encoding": encoding, "k": k, "views": views})
+        return export(job, request.place, request.kind_options)
 
 
 def say_nothing_to_export(settings: Settings, out: str | None) -> None:
@@ -162,11 +182,11 @@ def run_model(
 ) -> str:
     """Writes a store of a model's maps of image ``files``, class and register tokens included, and
     returns its path or URL. No run is needed. ``image_size`` is as in
-    :func:`gaupipe.distillation.files.open_model`, the other arguments are those of :func:`run`;
-    ``how`` are those of :class:`Place`."""
+    :func:`gaupipe.distillation.files.open_model`, the other arguments are those of
+    :class:`ExportRequest`; ``how`` are those of :class:`Place`."""
     place = Place(out, **how)
 
-    def load() -> TeacherJob:
+    def load() -> TeacherJob[Any]:
         place.check()
         if kind is not None and kind in KINDS and not store.KINDS[kind].has_prefix:
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
@@ -178,7 +198,7 @@ def run_model(
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a store, and what may be done there; as in :func:`run`."""
+    """The place of a store, and what may be done there; as in :class:`ExportRequest`."""
 
     url: str
     overwrite: bool = False
@@ -199,7 +219,7 @@ class Place:
         if not 0 < self.shard_mb <= MOST_SHARD_MB:
             raise UserError(f"--shard-mb {self.shard_mb:g}: should be at most {MOST_SHARD_MB}")
 
-    def check_resources(self, job: TeacherJob, schema: store.Schema) -> None:
+    def check_resources(self, job: TeacherJob[Any], schema: store.Schema) -> None:
         """Raises UserError for a store that the disk or the memory does not seem to hold."""
         folder = store.local_folder(self.url)
         if self.force or folder is None:
@@ -220,8 +240,31 @@ class Place:
             plan = make_plan(job.settings, job.teacher, job.data, world_size=world_size)
             check_memory("export", plan.memory_bytes)
 
-    def create(self, job: TeacherJob, schema: store.Schema) -> store.Writer:
-        """The store, new or to be continued or repaired."""
+    def choose(self, job: TeacherJob[Any], options: dict[str, Any]) -> ExportSettings:
+        """The kind of the store and its encoding, k and views."""
+        stored = None if self.overwrite else stored_export(self.url)
+        height, width = job.shape.grid
+        return chosen(job.settings, stored, options, height * width)
+
+    @contextlib.contextmanager
+    def held(self, job: TeacherJob[Any], schema: store.Schema) -> Iterator[None]:
+        """Keeps other processes out of a folder while a store is written there. Raises UserError
+        where another one writes, or there is no room."""
+        self.check_resources(job, schema)
+        folder = store.local_folder(self.url)
+        if folder is not None and not self.repair:
+            with contextlib.suppress(OSError):  # the store says what is in its place
+                folder.mkdir(parents=True, exist_ok=True)
+        if folder is None or not folder.is_dir():
+            yield
+            return
+        with alone_in(folder, BUSY):
+            yield
+
+    def open(self, job: TeacherJob[Any], schema: store.Schema) -> store.Writer:
+        """The writer of a rank: the first one makes the store, or continues or repairs it."""
+        if not distributed.is_main():
+            return store.join(self.url)
         shard_bytes, shared = int(self.shard_mb * 1e6), decoder(job, schema.kind)
         if self.repair:
             return store.repair(self.url, schema, shard_bytes=shard_bytes, decoder=shared)
@@ -240,35 +283,16 @@ class Place:
         )
 
 
-def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
+def export(job: TeacherJob[Any], place: Place, options: dict[str, Any]) -> str:
     """Writes the store of a teacher and returns its URL."""
-    url, folder = place.url, store.local_folder(place.url)
     ranks.check_same(job.settings, job.data)
-    height, width = job.shape.grid
-
-    def request() -> ExportSettings:
-        return chosen(
-            job.settings, None if place.overwrite else stored_export(url), options, height * width
-        )
-
-    sha256, asked = job.common_sha256(), distributed.main_first(request)
+    sha256 = job.common_sha256()
+    asked = distributed.main_first(lambda: place.choose(job, options))
     schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
-
-    def opened() -> store.Writer:
-        return place.create(job, schema) if distributed.is_main() else store.join(url)
-
-    def hold() -> None:
-        place.check_resources(job, schema)
-        if folder is not None and not place.repair:
-            with contextlib.suppress(OSError):  # the store says what is in its place
-                folder.mkdir(parents=True, exist_ok=True)
-        if folder is not None and folder.is_dir():
-            held.enter_context(alone_in(folder, BUSY))
-
     with contextlib.ExitStack() as held:
-        distributed.on_main(hold)
-        write(job, distributed.main_first(opened))
-    return url
+        distributed.on_main(lambda: held.enter_context(place.held(job, schema)))
+        write(job, distributed.main_first(lambda: place.open(job, schema)))
+    return place.url
 
 
 def ensure(
@@ -283,14 +307,13 @@ def ensure(
     ``export`` says what is stored; None leaves that to :func:`run`, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
-    if distributed.main_first(directory.settings).phase_a.is_local:
-        return url
     options = {} if export is None else export.model_dump(exclude_none=True)
-    if not distributed.broadcast(is_complete(url, directory.teacher_digest())):
-        run(run_dir, out=out, data=data, augment=augment, **options)
-        return url
 
-    def check() -> None:
+    def is_there() -> bool:
+        if directory.settings().phase_a.is_local:
+            return True
+        if not is_complete(url, directory.teacher_digest()):
+            return False
         stored = stored_export(url)
         for name, value in options.items():
             if stored is not None and getattr(stored, name) != value:
@@ -298,12 +321,14 @@ def ensure(
                     f"{url} already holds a complete store with {name} {getattr(stored, name)}, "
                     f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
                 )
+        return True
 
-    distributed.on_main(check)
+    if not distributed.broadcast(distributed.on_main(is_there)):
+        run(run_dir, out=out, data=data, augment=augment, **options)
     return url
 
 
-def write(job: TeacherJob, writer: store.Writer) -> None:
+def write(job: TeacherJob[Any], writer: store.Writer) -> None:
     """Runs the teacher over the images of every pending shard; shards are encoded and stored
     while the next are made. Of W ranks, rank r writes the shards r, r + W, and so on."""
     schema, pending = writer.schema, distributed.broadcast(writer.pending())
@@ -319,7 +344,7 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
     ):
         progress.line(announcement(schema, images))
         batches = job.batches(job.data.train)
-        writes: deque[Future] = deque()
+        writes: deque[Future[Any]] = deque()
         for shard in mine:
             entries = np.arange(shard.start, shard.stop)
             parts = []

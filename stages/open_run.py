@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.local import local_maps
 from gaupipe.system.errors import UserError
-from gaupipe.system.progress import read_metrics
+from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.training.student import build_student
 from stages.look.image_maps import drawn
 from stages.runs.directory import RunDirectory
@@ -115,7 +114,7 @@ class Run:
         was trained without a teacher. Raises UserError where it is not there or damaged."""
         return load_student(self.directory.path, name, False if plain else None).model
 
-    def metrics(self, name: str, plain: bool = False) -> list[dict[str, Any]]:
+    def metrics(self, name: str, plain: bool = False) -> list[EpochMetrics]:
         """The metrics of each epoch of a student, or of the teacher for ``phase_a``. Raises
         UserError for one that was not trained."""
         folder = self.directory.phase_a

@@ -3,6 +3,7 @@ attention maps."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,68 +14,57 @@ from gaupipe.distillation.job import PRELOAD_BYTES, PhaseB, check_targets
 from gaupipe.distillation.student import check_fit
 from gaupipe.distillation.warm_start import WARM_STARTS
 from gaupipe.settings import Settings
+from gaupipe.system import distributed
 from gaupipe.system.device import select_device
-from gaupipe.training.job import Training
+from gaupipe.system.progress import EpochMetrics
+from gaupipe.training.job import Training, train
 from gaupipe.training.job import build as build_plain
 from gaupipe.training.student import build_student
 from stages import phase_a
-from stages.runs import students
+from stages.runs import kept_epochs, students
 from stages.runs.directory import RunDirectory
-from stages.runs.students import StudentRequest, removed_if_refused
-from stages.train import train_into, train_plain
+from stages.runs.opening import opened
+from stages.runs.students import StudentRequest
 
 
 def run(
     run_dir: Path, student: str | None = None, *, data: ImageData | None = None, **options: Any
-) -> list[dict[str, Any]]:
-    """Trains a student in ``run_dir`` and returns its metrics, one dict per epoch. ``options`` as
-    those of ``begin`` in ``stages/runs/students.py``; ``data`` is the data set of the settings,
-    where it has been read already. Raises UserError before anything is written."""
+) -> list[EpochMetrics]:
+    """Trains a student in ``run_dir`` and returns its metrics. ``options`` as those of ``begin`` in
+    ``stages/runs/students.py``; ``data`` is the data set of the settings, where it has been read
+    already. Raises UserError before anything is written."""
     return run_request(students.begin(run_dir, student, **options), data)
 
 
-def run_request(request: StudentRequest, data: ImageData | None = None) -> list[dict[str, Any]]:
+def run_request(request: StudentRequest, data: ImageData | None = None) -> list[EpochMetrics]:
     """As :func:`run`, of a student whose settings are written."""
-    run, folder = request.run, request.folder
-    with removed_if_refused(folder, request.created), run.locked(shared=True):
-        return train_student(
-            request.settings,
-            folder,
-            teacher=run if request.distilled else None,
-            maps_url=request.maps_url,
-            data=data,
-            resume=request.resume,
-        )
+    with opened(request, partial(start, request), data) as (job, state):
+        train(job, state, request.folder)
+        distributed.on_main(lambda: kept_epochs.save(job, state, request.folder))
+    return state.metrics
 
 
 def train_student(
-    settings: Settings,
-    folder: Path,
-    *,
-    teacher: RunDirectory | None,
-    maps_url: str | None = None,
-    data: ImageData | None = None,
-    resume: bool = False,
-) -> list[dict[str, Any]]:
-    """Trains a student into ``folder``, or goes on with one, and returns its metrics.
+    settings: Settings, folder: Path, *, teacher: RunDirectory | None, maps_url: str | None = None
+) -> list[EpochMetrics]:
+    """Trains a student into a ``folder`` outside of a run, or goes on with one, and returns its
+    metrics.
 
     teacher     the run whose phase A it learns from; None for the baseline
     maps_url    the teacher's store; None is the run's own, which must then be of that teacher, or
                 the maps that the teacher local has without a store
     """
-    if teacher is None:
-        return train_plain(settings, folder, data=data, resume=resume)
-    if settings.phase_a.is_local and maps_url is None:
-        settings = local.without_predictions(settings)
+    return run_request(StudentRequest(settings, folder, teacher=teacher, maps_url=maps_url))
 
-    def start(images: ImageData, afresh: bool) -> Training:
-        job = build(settings, images, teacher, maps_url, afresh)
-        if settings.phase_b.warm_start != "none" and afresh:
-            weights = phase_a.load(teacher, images, with_images=False).teacher.weights()
-            WARM_STARTS[settings.phase_b.warm_start](job.student, weights)
-        return job
 
-    return train_into(folder, settings, start, data, resume)
+def start(request: StudentRequest, data: ImageData, afresh: bool) -> Training:
+    """The training of a request; one that starts ``afresh`` has the weights of its warm start."""
+    settings, teacher = request.settings, request.teacher
+    job = build(settings, data, teacher, request.maps_url, afresh)
+    if teacher is not None and settings.phase_b.warm_start != "none" and afresh:
+        weights = phase_a.load(teacher, data, with_images=False).teacher.weights()
+        WARM_STARTS[settings.phase_b.warm_start](job.student, weights)
+    return job
 
 
 def build(
@@ -90,8 +80,8 @@ def build(
     if teacher is None:
         return build_plain(settings, data, afresh)
     device = select_device(settings.device, settings.threads)
-    train = settings.student_training
-    student = build_student(settings, data, train, trained=afresh).to(device)
+    changes = settings.student_training
+    student = build_student(settings, data, changes, trained=afresh).to(device)
     if settings.phase_a.is_local and maps_url is None:
         return local.build(settings, data, device, student)
     url = maps_url or str(teacher.maps)
@@ -103,6 +93,6 @@ def build(
     )
     check_fit(student, maps.schema, settings.phase_b, url)
     check_targets(maps.schema, settings, url)
-    job = PhaseB(settings, data, device, student, train, maps)
+    job = PhaseB(settings, data, device, student, changes, maps)
     _ = job.read  # a damaged decoder shows before anything is written
     return job

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.system.progress import total_seconds
+from gaupipe.system.progress import EpochMetrics, total_seconds
 from gaupipe.training.student import check_baseline
 from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory
 
 
-def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Line:
+    """A training in the summary table."""
+
+    model: str
+    epochs: int
+    train_acc: float | None
+    """Accuracies are None for a teacher that predicts nothing."""
+    val_acc: float | None
+    seconds: float
+
+
+def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list[Line]:
     """Runs every stage that has not finished in ``run_dir``, with a student of this attention, and
     returns the lines of the summary table."""
     attention = attention or settings.model.attention
@@ -48,13 +60,13 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     weights_alone = phase.alpha == phase.gamma == 0 and phase.warm_start != "none"
     made = "from the teacher" if weights_alone else "distilled"
     lines = [
-        {
-            "model": "teacher (phase A)",
-            "epochs": last["epoch"],
-            "train_acc": last["train_acc"],
-            "val_acc": last["val_acc"],
-            "seconds": total_seconds(teacher),
-        },
+        Line(
+            "teacher (phase A)",
+            last["epoch"],
+            last["train_acc"],
+            last["val_acc"],
+            total_seconds(teacher),
+        ),
         line(f"{attention}, {made}", student, folder),
     ]
     if settings.baseline.epochs != 0:
@@ -69,25 +81,22 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     return lines
 
 
-def line(model: str, metrics: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+def line(model: str, metrics: list[EpochMetrics], folder: Path) -> Line:
     """A student's line of the table: the accuracies are those of the epoch that was kept."""
     epoch = kept_epochs.entry(folder, len(metrics))["epoch"]
-    return {
-        "model": model if epoch == len(metrics) else f"{model} (epoch {epoch})",
-        "epochs": len(metrics),
-        "train_acc": metrics[epoch - 1]["train_acc"],
-        "val_acc": metrics[epoch - 1]["val_acc"],
-        "seconds": total_seconds(metrics),
-    }
+    if epoch != len(metrics):
+        model += f" (epoch {epoch})"
+    kept = metrics[epoch - 1]
+    return Line(model, len(metrics), kept["train_acc"], kept["val_acc"], total_seconds(metrics))
 
 
-def table(lines: Sequence[Mapping[str, Any]], title: str) -> Table:
+def table(lines: Sequence[Line], title: str) -> Table:
     """The summary of :func:`run` for the terminal."""
     shown = Table(title=title, title_justify="left")
     for column in ("", "epochs", "train acc.", "validation acc.", "seconds"):
         shown.add_column(column, justify="right" if column else "left")
     for line in lines:
-        accuracies = [line["train_acc"], line["val_acc"]]
+        accuracies = [line.train_acc, line.val_acc]
         percents = ["-" if one is None else f"{100 * one:.2f} %" for one in accuracies]
-        shown.add_row(line["model"], str(line["epochs"]), *percents, f"{line['seconds']:.1f}")
+        shown.add_row(line.model, str(line.epochs), *percents, f"{line.seconds:.1f}")
     return shown

@@ -92,7 +92,7 @@ def test_a_step_of_a_student(student_job, gpu):
     maps, view = job.maps_of_epoch(0)
     training, _ = train_and_val(job.data, job.settings.data, CUDA)
     batch = next(training.epoch(0, Augment(job.augment, 0), maps, view))
-    check_device(batch.images, batch.labels, *job.losses()(batch, 0.1).values())
+    check_device(batch.images, batch.labels, *job.losses()(batch, 0.1).by_name().values())
 
 
 @pytest.fixture

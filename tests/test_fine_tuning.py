@@ -288,7 +288,7 @@ def test_with_checkpointing_less_is_kept_for_the_same_gradients(folder):
 
         batch = next(iter(train_and_val(data, settings.data, job.device)[0].in_order()))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = LabelLosses(replace(job))(batch)["loss"]
+            loss = LabelLosses(replace(job))(batch).loss
         loss.backward()
         kept[checkpointing] = sum(sizes)
         gradients[checkpointing] = [one.grad for one in job.student.parameters()]

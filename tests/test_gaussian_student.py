@@ -119,7 +119,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     batch = next(loaded.batches(data.train).in_order())
     batch.stored = job.maps.gather(batch.ids.numpy())
     losses = StudentLosses(job)(batch, gamma=0.5)
-    assert losses["loss_feat"].item() == pytest.approx(0, abs=1e-5)
+    assert losses.loss_feat.item() == pytest.approx(0, abs=1e-5)
     assert phase_b.run(run_dir)[-1]["val_acc"] > 0.5
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training import job as training
+from gaupipe.training.scores import Score
 from stages import evaluate, phase_b
 from stages import run as whole_run
 from stages.runs import kept_epochs
@@ -40,7 +41,7 @@ def seen(monkeypatch):
             score.fails_at = None
             raise RuntimeError("interrupted")
         weights[len(weights) + 1] = weights_now
-        return {"acc": CURVE[len(weights) - 1], "loss": LOSSES[len(weights) - 1]}
+        return Score(acc=CURVE[len(weights) - 1], loss=LOSSES[len(weights) - 1])
 
     score.fails_at = None
     monkeypatch.setattr(training, "score_model", score)
@@ -130,8 +131,8 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     folder = run.student("standard", distilled=False)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     line = whole_run.line("standard, plain", metrics, folder)
-    assert (line["model"], line["epochs"]) == ("standard, plain (epoch 6)", 7)
-    assert line["val_acc"] == CURVE[5]
+    assert (line.model, line.epochs) == ("standard, plain (epoch 6)", 7)
+    assert line.val_acc == CURVE[5]
     again = ["phase-b", "--run-dir", run.path, "--no-distill", "--resume", "--set"]
     for keep, epoch in (("last", 7), ("best", 6), ("last", 7)):
         assert in_process(*again, f"train.keep={keep}")[0] == 0

@@ -43,7 +43,7 @@ def interrupted(monkeypatch):
             def counted(self, *arguments, number=number, calls=calls):
                 if next(calls) == number:
                     raise Interrupted
-                update(self, *arguments)
+                return update(self, *arguments)
 
             monkeypatch.setattr(Update, "__call__", counted)
             with pytest.raises(Interrupted) if number else contextlib.nullcontext():

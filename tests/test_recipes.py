@@ -52,7 +52,7 @@ def test_a_step_of_every_shipped_configuration(name):
     augment = Augment(settings.augment, 0)
     for batch in islice(batches.epoch(0, augment), 2):  # a warm-up may start at rate 0
         with update.forward():
-            loss = losses(batch, 0.0)["loss"]
+            loss = losses(batch, 0.0).loss
         update(loss, batch.weight)
     after = student.state_dict()
     assert all(value.isfinite().all() for value in after.values())

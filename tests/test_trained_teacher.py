@@ -97,10 +97,10 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     settings = settings.with_section("baseline", **optim)
     rows = run_all(settings, tmp_path / "run")
     models = ["teacher (phase A)", "standard, distilled", "standard, plain"]
-    assert [row["model"] for row in rows] == models
-    names = ("epochs", "train_acc", "val_acc")
-    assert [rows[0][name] for name in names] == [rows[2][name] for name in names]
-    assert rows[1]["val_acc"] != rows[2]["val_acc"]
+    assert [row.model for row in rows] == models
+    for name in ("epochs", "train_acc", "val_acc"):
+        assert getattr(rows[0], name) == getattr(rows[2], name), name
+    assert rows[1].val_acc != rows[2].val_acc
 
 
 @pytest.mark.parametrize(
@@ -267,10 +267,10 @@ def test_a_student_becomes_the_teacher_of_the_next(run, tmp_path, in_process):
     settings = settings_with(f"phase_a.teacher={name}", "phase_b.warm_start=teacher")
     rows = run_all(settings, tmp_path / "next")
     before = [json.loads(line) for line in (run / "phase_a" / "metrics.jsonl").open()]
-    assert rows[0]["epochs"] == 0 and rows[0]["val_acc"] == before[-1]["val_acc"]
+    assert rows[0].epochs == 0 and rows[0].val_acc == before[-1]["val_acc"]
     assert run_all(settings, tmp_path / "next")[0] == rows[0]
     scores = evaluate.run(tmp_path / "next", "standard")
-    assert scores["teacher_top1"] == rows[0]["val_acc"] and scores["teacher_loss"] > 0
+    assert scores["teacher_top1"] == rows[0].val_acc and scores["teacher_loss"] > 0
     inspect = ("inspect", "--run-dir", tmp_path / "next", "--student", "standard", "--image", 2)
     assert "KL of standard from the teacher" in in_process(*inspect)[1]
     seen = json.loads(in_process(*inspect, "--layer", 1, "--json")[1])
@@ -511,7 +511,7 @@ def test_without_predictions_soft_labels_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="predicts no classes of digits: set phase_b.alpha=0"):
         phase_a.run(settings_with(*teacher), tmp_path / "next")
     rows = run_all(settings_with(*teacher, "phase_b.alpha=0"), tmp_path / "next")
-    assert rows[0]["val_acc"] is None and np.isfinite(rows[1]["val_acc"])
+    assert rows[0].val_acc is None and np.isfinite(rows[1].val_acc)
     with pytest.raises(UserError, match="predicts no classes"):
         phase_b.run(tmp_path / "next", overrides=["phase_b.alpha=0.1"], name="soft")
 

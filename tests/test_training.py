@@ -16,7 +16,7 @@ from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import TrainingState
-from gaupipe.training.update import Update
+from gaupipe.training.update import Update, per_image_gradient
 
 
 def make(accumulate=1, clip_grad=None, metrics=()) -> TrainingState:
@@ -66,10 +66,10 @@ def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
     state = make(accumulate=accumulate)
     parameters = torch.randn(size, 3, requires_grad=True)
     update = Update(state, steps=4)
-    update(state.modules(parameters).square().mean(1).mean())
+    scale = update(state.modules(parameters).square().mean(1).mean())
     alone, model = parameters.detach().clone().requires_grad_(), make().modules
     model(alone).square().mean(1).sum().backward()
-    torch.testing.assert_close(update.per_image_gradient(parameters), alone.grad)
+    torch.testing.assert_close(per_image_gradient(parameters, scale), alone.grad)
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -156,8 +156,8 @@ def test_means_weigh_batches_by_their_images(tmp_path):
         for epoch in training.epochs():
             epoch.add(2, loss=torch.tensor(1.0))
             epoch.add(1, loss=torch.tensor(4.0))
-            epoch.finish(**epoch.means())
             state.finished = True
+            training.save(epoch, epoch.metrics(**epoch.means()))
     entry = state.metrics[0]
     assert entry.pop("loss") == pytest.approx(2.0)
     assert entry.keys() == {"epoch", "seconds", "processor_seconds", "images_per_s"}

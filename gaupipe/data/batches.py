@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -134,24 +133,24 @@ class Batches:
         draws = [np.full(len(ids), drawn) for ids in batches]
         wanted = requests(self.split, batches, augment, draws)
         self.data.keep(training=not augment.settings.full_size)
-        nothing: Iterator[Any] = itertools.repeat(None)
-        stored = nothing if maps is None else maps.prefetch(batches)
-        images_of, stored = self._timed(self.loader(wanted), "data"), self._timed(stored, "maps")
-        fetched = zip(images_of, stored, order, self.batch_sizes[first:])  # noqa: B905
-        for loaded, of_store, parts, whole in fetched:
+        loads = self._timed(self.loader(wanted), "data")
+        reads = None if maps is None else self._timed(maps.prefetch(batches), "maps")
+        for step, loaded in enumerate(loads):
+            stored = None if reads is None else next(reads)
             ids, settings = loaded.ids, augment.settings
             views, geometry = augment(self._on_device(loaded.images), ids, drawn, loaded.places)
-            sizes = {bucket: len(of_bucket) for bucket, of_bucket in parts.items()}
+            sizes = {bucket: len(members) for bucket, members in order[step].items()}
             images, mixed = mix(
                 self._normalised(views), ids, augment.seed, number, settings, [*sizes.values()]
             )
+            whole = self.batch_sizes[first + step]
             yield Batch(
                 images,
                 self._on_device(loaded.labels),
                 ids,
                 geometry=geometry if view is None else None,
                 mixed=mixed,
-                stored=of_store,
+                stored=stored,
                 parts=[*sizes.items()],
                 of_world=None if whole == len(ids) else whole,
             )

@@ -42,7 +42,9 @@ def stored_export(url: str) -> ExportSettings | None:
     return ExportSettings.model_validate(held)
 
 
-def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = None) -> store.Schema:
+def make_schema(
+    job: TeacherJob[Any], export: ExportSettings, sha256: str | None = None
+) -> store.Schema:
     """The schema of a store of this teacher; ``sha256`` is the teacher's where it is known.
     Raises UserError for a kind that this teacher does not have, StoreError for an encoding that the
     kind does not have."""
@@ -83,14 +85,14 @@ def drawing(settings: Settings) -> dict[str, Any]:
     return {"seed": settings.seed, "augment": augment}
 
 
-def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:
+def decoder(job: TeacherJob[Any], kind: str) -> dict[str, np.ndarray] | None:
     """The arrays that a store of this kind holds once for all images; None for no arrays."""
     shared = KINDS[kind].decoder(job.teacher)
     return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
 
 
 def outputs(
-    job: TeacherJob,
+    job: TeacherJob[Any],
     schema: store.Schema,
     batches: Batches,
     entries: np.ndarray,

@@ -5,6 +5,7 @@ Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.scores import score
+from gaupipe.training.scores import Score, score
 from gaupipe.training.state import TrainingState
+from gaupipe.training.update import per_image_gradient
 from gaupipe.vit.build import build_vit
 
 LABEL_PASSES = 8
@@ -82,22 +84,23 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
                     noise = draws.noise(batch)  # [B, L, H, T, 2]
                 with update.forward():
                     loss = loss_of(batch, parameters, noise)
-                update(loss, batch.weight)
+                scale = update(loss, batch.weight)
                 # an image occurs once an epoch, so its parameters step at once
                 if per_image is not None and parameters is not None:
-                    per_image.update(batch.ids, update.per_image_gradient(parameters))
+                    per_image.update(batch.ids, per_image_gradient(parameters, scale))
                 epoch.add(len(batch), loss=loss)
             losses = epoch.means()
 
             trained = replace(job, teacher=state.kept)
-            train_acc = score_teacher(trained, evaluation, seen=True)["acc"]
+            train_acc = score_teacher(trained, evaluation, seen=True).acc
             val_acc = None  # an image that is not trained has the shared prior alone
             if phase.prior:
-                val_acc = score_teacher(trained, validation, seen=False)["acc"]
-            epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
+                val_acc = score_teacher(trained, validation, seen=False).acc
+            metrics = epoch.metrics(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
             unseen = "" if val_acc is None else f", unseen {100 * val_acc:.1f} %"
             running.line(epoch, f"loss {losses['loss']:.3f}, train {100 * train_acc:.1f} %{unseen}")
+            running.save(epoch, metrics)
         if per_image is not None:
             per_image.release()
         running.progress.line(f"phase A: {ending(phase, state.metrics)}")
@@ -126,14 +129,14 @@ class Draws:
 
 
 @torch.no_grad()
-def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> dict[str, float]:
+def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> Score:
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
     shared prior alone. One sampled pass in ``stochastic`` mode."""
     teacher, draws = job.teacher.eval(), Draws(job, batches.buckets)
     draws.seed(job.settings.seed)
     passes = None if teacher.passes is None else 1
 
-    def predictions():
+    def predictions() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches.of_rank():
             [(bucket, _)] = batch.parts
             gaussians = teacher.gaussians(job.parameters(batch.ids) if seen else None)

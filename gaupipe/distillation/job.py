@@ -7,14 +7,13 @@ Axis letters: B images, L blocks, H heads, T tokens, C classes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import store
 from gaupipe.data.augment import mixed_targets
@@ -25,7 +24,7 @@ from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft
 from gaupipe.distillation.student import layer_map
 from gaupipe.settings import Settings
 from gaupipe.system.errors import UserError
-from gaupipe.training.job import LabelLosses, Training
+from gaupipe.training.job import LabelLosses, StepLosses, Training
 
 PRELOAD_BYTES = 2 * 10**9
 """The size of the largest store that is read into memory whole."""
@@ -122,26 +121,27 @@ class StudentLosses(LabelLosses):
             with_loss = FeatureLoss(job.student, phase.temperature, phase.direction, compile)
             self.forward_with_loss = torch.compile(with_loss) if compile else with_loss
 
-    def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
-        """Each loss by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and "acc", all
-        means over the batch. L_feat is there unless ``gamma``, its weight, is 0."""
-        phase, more = self.job.settings.phase_b, {}
+    def forward(self, batch: Batch, gamma: float = 0.0) -> StepLosses:
+        """Losses of a batch, with their weighted sum (*GauTransformer, eq. 11*). L_feat is there
+        unless ``gamma``, its weight, is 0."""
+        phase = self.job.settings.phase_b
+        loss_soft = loss_feat = None
         if gamma:
             maps = self.job.teacher_maps(batch)
-            logits, more["loss_feat"] = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
+            logits, loss_feat = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
         else:
             logits = self.forward_student(batch.images)  # [B, C]
         logits = logits.float()
-        losses = self.of_labels(logits, batch)
-        loss = phase.beta * losses["loss_hard"]
+        losses = self.label_losses(logits, batch)
+        loss = phase.beta * losses.loss_hard
         if batch.stored is not None:
             teacher = torch.from_numpy(batch.stored["logits"]).to(logits.device)
             targets = mixed_targets(teacher.float().softmax(-1), batch.mixed)  # [B, C]
-            more["loss_soft"] = soft_loss(logits, targets)
-            loss = phase.alpha * more["loss_soft"] + loss
-        if gamma:
-            loss = loss + gamma * more["loss_feat"]
-        return {"loss": loss, **losses, **more}
+            loss_soft = soft_loss(logits, targets)
+            loss = phase.alpha * loss_soft + loss
+        if loss_feat is not None:
+            loss = loss + gamma * loss_feat
+        return replace(losses, loss=loss, loss_feat=loss_feat, loss_soft=loss_soft)
 
 
 def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:

@@ -17,6 +17,7 @@ from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
+from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.teachers.vit import VitTeacher
@@ -84,11 +85,12 @@ UPPER_ACCURACY = 0.98
 """Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
 
 
-def ending(phase: PhaseASettings, metrics: list[dict[str, Any]]) -> str:
+def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
     """A line about a teacher that is trained: why its training ended, and whether its accuracy on
     the training images lies in the window."""
     rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
     accuracy, epochs = metrics[-1]["train_acc"], len(metrics)
+    assert accuracy is not None  # it was trained
     if accuracy < phase.stop_accuracy:
         return (
             f"{epochs} epochs were not enough for a training accuracy of {phase.stop_accuracy}: "

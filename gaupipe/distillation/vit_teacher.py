@@ -17,6 +17,7 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
+from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.pretrained import load_vit
 from gaupipe.teachers.vit import VitTeacher
 from gaupipe.training.job import Training
@@ -40,23 +41,32 @@ class TeacherTraining(Training):
     def identity(self) -> dict[str, Any]:
         return identity(self.settings, self.data)
 
-    def ending(self, state: TrainingState, folder: Path) -> str:
+    def ending(self, state: TrainingState[VisionTransformer], folder: Path) -> str:
         return ending(self.settings.phase_a, state.metrics)
 
-    def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
-        return metrics["train_acc"] >= self.settings.phase_a.stop_accuracy
+    def is_over(self, state: TrainingState[VisionTransformer], metrics: EpochMetrics) -> bool:
+        train_acc = metrics["train_acc"]
+        return train_acc is not None and train_acc >= self.settings.phase_a.stop_accuracy
 
 
-def measure(job: VitJob) -> dict[str, Any]:
-    """The line of metrics.jsonl for a teacher that was trained before."""
+def measure(job: VitJob) -> EpochMetrics:
+    """The line of metrics.jsonl for a teacher that was trained before; without a head for the
+    classes its loss and accuracies are None."""
     started = time.monotonic()
-    metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}
+    train_loss = train_acc = val_acc = None
     if job.teacher.predicts:
-        splits = job.data.train, job.data.val
-        train, val = (score_model(job.teacher, job.batches(split)) for split in splits)
-        metrics |= {"train_loss": train["loss"], "train_acc": train["acc"], "val_acc": val["acc"]}
+        train = score_model(job.teacher, job.batches(job.data.train))
+        train_loss, train_acc = train.loss, train.acc
+        val_acc = score_model(job.teacher, job.batches(job.data.val)).acc
     rate = len(job.data.train) / (time.monotonic() - started)
-    return metrics | {"seconds": 0.0, "images_per_s": round(rate, 1)}
+    return {
+        "epoch": 0,
+        "train_loss": train_loss,
+        "train_acc": train_acc,
+        "val_acc": val_acc,
+        "seconds": 0.0,
+        "images_per_s": round(rate, 1),
+    }
 
 
 def build(settings: Settings, data: ImageData, folder: Path | None = None) -> VitJob:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -20,6 +20,28 @@ from gaupipe.system.terminal import fitted
 
 SILENCE = 60
 """Seconds after which a job that has said nothing says how far it is."""
+
+
+class EpochMetrics(TypedDict):
+    """A line of metrics.jsonl: an epoch of training, or, with the number 0, a teacher that was
+    trained before. A loss that was not computed is None."""
+
+    epoch: int
+    """From 1."""
+    train_loss: float | None
+    train_acc: float | None
+    val_acc: float | None
+    """None for a teacher that predicts nothing of unseen images."""
+    val_loss: NotRequired[float]
+    loss_soft: NotRequired[float | None]
+    loss_hard: NotRequired[float]
+    loss_feat: NotRequired[float | None]
+    gamma: NotRequired[float]
+    """Weight of loss_feat."""
+    seconds: float
+    """Of training steps, without evaluation and checkpoints."""
+    processor_seconds: NotRequired[float]
+    images_per_s: NotRequired[float]
 
 
 EPOCHS_SHOWN = 10
@@ -122,7 +144,7 @@ def spread(lines: Sequence[str], most: int) -> list[str]:
     return [lines[round(i * (len(lines) - 1) / (most - 1))] for i in range(most)]
 
 
-def write_metrics(path: Path, entries: Sequence[dict[str, Any]], mode: str = "w") -> None:
+def write_metrics(path: Path, entries: Sequence[EpochMetrics], mode: str = "w") -> None:
     """Writes entries of finished epochs to a metrics.jsonl, or with the ``mode`` "a" appends them:
     one JSON object a line. The checkpoint has them too, and is what counts."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +152,7 @@ def write_metrics(path: Path, entries: Sequence[dict[str, Any]], mode: str = "w"
         file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[EpochMetrics]:
     """The entries of a metrics.jsonl. Raises UserError for a damaged file."""
     try:
         entries = [json.loads(line) for line in path.read_bytes().splitlines()]
@@ -144,12 +166,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def epochs_in(metrics: Sequence[dict[str, Any]]) -> int:
+def epochs_in(metrics: Sequence[EpochMetrics]) -> int:
     """The number of epochs of training that a metrics file has; a teacher that was trained before
     has an entry of epoch 0."""
     return sum(entry["epoch"] > 0 for entry in metrics)
 
 
-def total_seconds(metrics: Sequence[dict[str, Any]]) -> float:
+def total_seconds(metrics: Sequence[EpochMetrics]) -> float:
     """Seconds of training steps over all epochs of a metrics file."""
     return sum(entry["seconds"] for entry in metrics)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped
-from gaupipe.system.progress import EpochProgress, write_metrics
+from gaupipe.system.progress import EpochMetrics, EpochProgress, write_metrics
 from gaupipe.system.signals import Pauses
 from gaupipe.training.state import TrainingState
 from gaupipe.training.step_log import StepLog
@@ -43,29 +43,31 @@ class Loop:
     def epochs(self) -> Iterator[Epoch]:
         """The epochs that are left until the caller sets ``state.finished``.
 
-        The first one may go on in its middle (:attr:`Epoch.first`). When the caller comes back for
-        the next, the epoch is written to ``folder``/metrics.jsonl and ``folder``/checkpoint.
-        Raises Stopped, with a checkpoint written, after a signal.
+        The first one may go on in its middle (:attr:`Epoch.first`). Each ends with :meth:`save`.
         """
-        state, pauses = self.update.state, self.update.pauses
-        checkpoint, metrics = self.folder / "checkpoint", self.folder / "metrics.jsonl"
-        distributed.on_main(lambda: write_metrics(metrics, state.metrics))
-        distributed.on_main(lambda: state.remove_superseded(checkpoint))
-        with pauses:
+        state = self.update.state
+        if distributed.is_main():
+            write_metrics(self.folder / "metrics.jsonl", state.metrics)
+            state.remove_superseded(self.folder / "checkpoint")
+        with self.update.pauses:
             while not state.finished:
-                epoch = Epoch(self)
                 state.modules.train()
-                yield epoch
-                state.metrics.append(epoch.metrics)
-                state.epoch = None
-                if distributed.is_main():
-                    write_metrics(metrics, [epoch.metrics], "a")
-                self.steps.epoch(epoch.metrics)
-                state.save(checkpoint)
-                pauses.saved()
-                pauses.all_reduce()
-                if pauses.signal:
-                    raise Stopped(pauses.signal, f"after epoch {epoch.number + 1}")
+                yield Epoch(self)
+
+    def save(self, epoch: Epoch, metrics: EpochMetrics) -> None:
+        """Writes an epoch to ``folder``/metrics.jsonl and ``folder``/checkpoint, and tells the
+        loggers. Raises Stopped then after a signal."""
+        state, pauses = self.update.state, self.update.pauses
+        state.metrics.append(metrics)
+        state.epoch = None
+        if distributed.is_main():
+            write_metrics(self.folder / "metrics.jsonl", [metrics], "a")
+        self.steps.epoch(metrics)
+        state.save(self.folder / "checkpoint")
+        pauses.saved()
+        pauses.all_reduce()  # a signal may have reached another rank alone
+        if pauses.signal:
+            raise Stopped(pauses.signal, f"after epoch {epoch.number + 1}")
 
     def is_last(self, epoch: Epoch) -> bool:
         return epoch.number + 1 == self.total
@@ -80,7 +82,12 @@ class Loop:
 
 @contextmanager
 def loop(
-    settings: Settings, state: TrainingState, batches: Batches, folder: Path, label: str, total: int
+    settings: Settings,
+    state: TrainingState[Any],
+    batches: Batches,
+    folder: Path,
+    label: str,
+    total: int,
 ) -> Iterator[Loop]:
     """The training of ``state`` on ``batches`` for ``total`` epochs, some of them done before."""
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
@@ -93,7 +100,7 @@ def loop(
         yield Loop(folder, settings.seed, total, update, progress, steps)
 
 
-def what_is_left(state: TrainingState, update: Update, batches: Batches, total: int) -> str:
+def what_is_left(state: TrainingState[Any], update: Update, batches: Batches, total: int) -> str:
     """The images, the parameters and the machine of a training that begins or goes on."""
     done = len(state.metrics)
     if state.finished:
@@ -120,7 +127,6 @@ class Epoch:
         self.batches, self.images = self.first, 0
         self.started, self.processor_started = time.monotonic(), time.process_time()
         self.sums: dict[str, Tensor] = {}
-        self.metrics: dict[str, Any] = {}
         self._generators: dict[int, torch.Generator] = {}
         loop.steps.begin_line()
         if state.epoch:
@@ -143,10 +149,10 @@ class Epoch:
         """Ends a batch of this many images, with the means of its losses over them. Writes a
         checkpoint where one is due, and raises Stopped then after a signal."""
         update, steps = self.loop.update, self.loop.steps
-        for of in (self, steps):
-            of.images += images
+        for totals in (self, steps):
+            totals.images += images
             for name, value in values.items():
-                of.sums[name] = of.sums.get(name, 0) + value.detach() * images
+                totals.sums[name] = totals.sums.get(name, 0) + value.detach() * images
         self.batches += 1
         progress = self.loop.progress
         if progress.is_stale:
@@ -172,15 +178,17 @@ class Epoch:
         self.processor_seconds = time.process_time() - self.processor_started
         return {name: (total / self.images).item() for name, total in self.sums.items()}
 
-    def finish(self, **metrics: Any) -> None:
-        """Sets the epoch's line in metrics.jsonl."""
-        self.metrics = {
+    def metrics(self, **values: float | None) -> EpochMetrics:
+        """The epoch's line in metrics.jsonl: the losses and accuracies ``values``, and the time of
+        training until :meth:`means`."""
+        line = {
             "epoch": self.number + 1,
-            **metrics,
+            **values,
             "seconds": round(self.seconds, 3),
             "processor_seconds": round(self.processor_seconds, 3),
             "images_per_s": round(self.images / self.seconds, 1),
         }
+        return cast(EpochMetrics, line)
 
     def _seed(self) -> None:
         entropy = (self.loop.seed, self.number, self.batches, distributed.rank())

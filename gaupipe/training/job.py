@@ -28,6 +28,7 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system.device import select_device
+from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.fine_tuning import weights_sha256
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
@@ -83,8 +84,8 @@ class Training:
             **weights_sha256(self.settings.model.name),
         }
 
-    def losses(self) -> nn.Module:
-        """A module that gives the losses of a (batch, gamma) by name."""
+    def losses(self) -> LabelLosses:
+        """A module that gives the losses of a (batch, gamma)."""
         return LabelLosses(self)
 
     def gamma(self, epoch: int) -> float:
@@ -120,7 +121,7 @@ class Training:
             ]
         return []
 
-    def ending(self, state: TrainingState, folder: Path) -> str:
+    def ending(self, state: TrainingState[VisionTransformer], folder: Path) -> str:
         """A line about a training that has ended: why early, and which epoch is kept where."""
         assert state.best
         train, best, last = self.train, state.best["epoch"], len(state.metrics)
@@ -137,10 +138,29 @@ class Training:
             "--set train.keep=best makes the best the student"
         )
 
-    def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
+    def is_over(self, state: TrainingState[VisionTransformer], metrics: EpochMetrics) -> bool:
         """True if the training ends early after an epoch with these ``metrics``."""
         patience, since_best = self.train.patience, state.keep_best(metrics)
         return patience is not None and since_best >= patience
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """Means over the images of a batch, scalars: the ``loss`` to minimise, what it is a weighted
+    sum of, and the accuracy. None for what the batch was not compared with."""
+
+    loss: Tensor
+    loss_hard: Tensor
+    """Cross-entropy with the labels."""
+    acc: Tensor
+    loss_feat: Tensor | None = None
+    """Distance from the teacher's maps."""
+    loss_soft: Tensor | None = None
+    """Distance from the teacher's predictions."""
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Those that there are, as the logs name them."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class LabelLosses(nn.Module):
@@ -151,16 +171,14 @@ class LabelLosses(nn.Module):
         self.student, self.label_smoothing = job.student, job.train.label_smoothing
         self.forward_student = torch.compile(job.student) if job.settings.compile else job.student
 
-    def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
-        """Losses by name, of which "loss" is the one to minimise, and "acc": means over the
-        batch."""
-        losses = self.of_labels(self.forward_student(batch.images).float(), batch)
-        return {"loss": losses["loss_hard"], **losses}
+    def forward(self, batch: Batch, gamma: float = 0.0) -> StepLosses:
+        """Losses of a batch without a teacher; ``gamma`` is for those of phase B."""
+        return self.label_losses(self.forward_student(batch.images).float(), batch)
 
-    def of_labels(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """ "loss_hard" and "acc" of logits [B, C] float32."""
+    def label_losses(self, logits: Tensor, batch: Batch) -> StepLosses:
+        """Losses of logits [B, C] float32."""
         loss = hard_loss(logits, batch.labels, self.label_smoothing, batch.mixed)
-        return {"loss_hard": loss, "acc": (logits.argmax(-1) == batch.labels).float().mean()}
+        return StepLosses(loss, loss, acc=(logits.argmax(-1) == batch.labels).float().mean())
 
 
 def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
@@ -181,28 +199,29 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, maps, view, epoch.first):
                 with update.forward():
-                    values = losses_of(batch, gamma)
-                update(values["loss"], batch.weight)
-                epoch.add(len(batch), **values)
+                    found: StepLosses = losses_of(batch, gamma)
+                update(found.loss, batch.weight)
+                epoch.add(len(batch), **found.by_name())
             means = epoch.means()
 
             scores = score_model(state.kept, validation)
-            epoch.finish(
+            metrics = epoch.metrics(
                 train_loss=means["loss"],
                 train_acc=means["acc"],
-                val_acc=scores["acc"],
-                val_loss=scores["loss"],
+                val_acc=scores.acc,
+                val_loss=scores.loss,
                 loss_soft=means.get("loss_soft"),
                 loss_hard=means["loss_hard"],
                 loss_feat=means.get("loss_feat"),
                 gamma=gamma,
             )
-            state.finished = job.is_over(state, epoch.metrics) or running.is_last(epoch)
+            state.finished = job.is_over(state, metrics) or running.is_last(epoch)
             running.line(
                 epoch,
                 f"loss {means['loss']:.3f}, train {100 * means['acc']:.1f} %, "
-                f"val {100 * scores['acc']:.1f} %",
+                f"val {100 * scores.acc:.1f} %",
             )
+            running.save(epoch, metrics)
         progress.line(f"{label}: {job.ending(state, folder)}")
 
 

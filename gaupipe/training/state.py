@@ -13,6 +13,8 @@ from torch import nn
 from gaupipe.settings import OptimSettings
 from gaupipe.system import digests, distributed
 from gaupipe.system.errors import UserError, one_line
+from gaupipe.system.files import flush
+from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.image_state import ImageState
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -32,7 +34,7 @@ class TrainingState(Generic[Network]):
     per_image: ImageState | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     """Settings, data and teacher; a checkpoint with other ones is refused."""
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[EpochMetrics] = field(default_factory=list)
     finished: bool = False
     epoch: dict[str, Any] | None = None
     """The epoch that has begun, as :class:`gaupipe.training.epochs.Epoch` saves it; None between
@@ -61,11 +63,11 @@ class TrainingState(Generic[Network]):
         """Batches of the epoch that has begun."""
         return self.epoch["batches"] if self.epoch else 0
 
-    def keep_best(self, metrics: dict[str, Any]) -> int:
+    def keep_best(self, metrics: EpochMetrics) -> int:
         """Copies the weights if the latest epoch, with these ``metrics``, has a better "val_acc"
         than all before it. Returns the number of epochs since the best one."""
-        best = max(self.metrics, key=lambda entry: entry["val_acc"], default=None)
-        if best is None or metrics["val_acc"] > best["val_acc"]:
+        best = max(self.metrics, key=val_acc, default=None)
+        if best is None or val_acc(metrics) > val_acc(best):
             best = metrics
             state = self.kept.state_dict()
             weights = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
@@ -73,9 +75,8 @@ class TrainingState(Generic[Network]):
         return metrics["epoch"] - best["epoch"]
 
     def save(self, folder: Path) -> None:
-        """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``: a reader sees the old one
-        or the new one, never a part. Rank 0 writes it once the per-image parameters of all ranks
-        are on the disk."""
+        """Writes ``folder/state.pt``: a reader sees the old one or the new one, never a part. Rank
+        0 writes it once the per-image parameters of all ranks are on the disk."""
         per_image = None
         if self.per_image is not None:
             within = f"_{self.batches:07d}" if self.epoch else ""
@@ -103,7 +104,9 @@ class TrainingState(Generic[Network]):
             "epoch": self.epoch,
             "best": self.best,
         }
-        digests.replace(partial, folder / "state.pt", digests.save(state, partial))
+        digests.save(state, partial)
+        partial.replace(folder / "state.pt")
+        flush(folder)
         self.remove_superseded(folder)
 
     def load(self, folder: Path) -> bool:
@@ -113,8 +116,8 @@ class TrainingState(Generic[Network]):
         if not has_checkpoint(folder):
             return False
         path = folder / "state.pt"
-        digests.check(path)
         try:
+            digests.check(path)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             self._restore(state, folder)
         except (UserError, OSError):
@@ -147,6 +150,13 @@ class TrainingState(Generic[Network]):
             self.per_image.load(folder, state["rows"])
         self.metrics, self.finished = metrics, finished
         self.epoch, self.best = state["epoch"], state["best"]
+
+
+def val_acc(metrics: EpochMetrics) -> float:
+    """The accuracy of an epoch on the validation images, which every ViT has."""
+    accuracy = metrics["val_acc"]
+    assert accuracy is not None
+    return accuracy
 
 
 def has_checkpoint(folder: Path) -> bool:

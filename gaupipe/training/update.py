@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from gaupipe.training.state import TrainingState
 class Update:
     """The backward pass of each batch and, every ``accumulate`` batches, a step."""
 
-    def __init__(self, state: TrainingState, steps: int, pauses: Pauses | None = None) -> None:
+    def __init__(self, state: TrainingState[Any], steps: int, pauses: Pauses | None = None) -> None:
         """``steps`` is the number of batches in an epoch. ``pauses`` learn with each batch what
         the other ranks request."""
         self.state, self.steps, self.pauses = state, steps, pauses or Pauses()
@@ -46,7 +47,7 @@ class Update:
         """The context of a forward pass: autocast, and no exchange of gradients before the last of
         the accumulated batches."""
         dtype = getattr(torch, self.state.precision)
-        waits: contextlib.AbstractContextManager = contextlib.nullcontext()
+        waits: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if isinstance(self.losses, DistributedDataParallel) and not self._steps_now():
             waits = self.losses.no_sync()
         with waits, torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
@@ -57,10 +58,10 @@ class Update:
         step = self.batch % self.steps + 1
         return step % self.state.optim.accumulate == 0 or step == self.steps
 
-    def __call__(self, loss: Tensor, weight: float = 1.0) -> None:
+    def __call__(self, loss: Tensor, weight: float = 1.0) -> float:
         """The backward pass of one batch's loss, the mean over its images on this rank, of that
-        :attr:`~gaupipe.data.batches.Batch.weight`. Raises ErrorOnAllRanks for a loss that is not
-        finite."""
+        :attr:`~gaupipe.data.batches.Batch.weight`. Returns the number by which the loss was
+        multiplied before it went back. Raises ErrorOnAllRanks for a loss that is not finite."""
         state, accumulate = self.state, self.state.optim.accumulate
         epoch, step = divmod(self.batch, self.steps)
         state.schedule.step_update(self.batch)
@@ -76,13 +77,14 @@ class Update:
                 "the last checkpoint is kept"
             )
         # the last steps of an epoch may be fewer than the others accumulate
-        self.group = min(accumulate, self.steps - step // accumulate * accumulate)
-        self.scale, self.weight = state.scaler.get_scale(), weight
-        state.scaler.scale(loss / self.group).backward()
+        group = min(accumulate, self.steps - step // accumulate * accumulate)
+        scale = state.scaler.get_scale() * weight / group  # before a step changes the scaler's
+        state.scaler.scale(loss / group).backward()
         self.stepped = self._steps_now()
         if self.stepped:
             self._step()
         self.batch += 1
+        return scale
 
     def _shared(self, loss: Tensor) -> Tensor:
         """The mean of a loss over ranks. Their requests for a pause travel along."""
@@ -93,13 +95,6 @@ class Update:
             loss, requests = loss / distributed.world_size(), torch.stack(shared).tolist()
         self.pauses.take_sum(requests)
         return loss
-
-    def per_image_gradient(self, parameters: Tensor) -> Tensor:
-        """The gradient of the per-image parameters [B, ...] of the batch whose loss went back last:
-        for each image that of its own loss, whatever the size of the batch."""
-        gradient = parameters.grad
-        assert gradient is not None  # the loss has gone back
-        return gradient * (len(parameters) * self.group / (self.scale * self.weight))
 
     def _step(self) -> None:
         state = self.state
@@ -114,3 +109,12 @@ class Update:
         state.optimizer.zero_grad()
         if state.ema:
             state.ema.update(state.modules)
+
+
+def per_image_gradient(parameters: Tensor, scale: float) -> Tensor:
+    """The gradient of the per-image parameters [B, ...] of a batch whose loss, multiplied by
+    ``scale``, has gone back: for each image that of its own loss, whatever the size of the
+    batch."""
+    gradient = parameters.grad
+    assert gradient is not None  # the loss has gone back
+    return gradient * (len(parameters) / scale)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from gaupipe.data.buckets import check_buckets
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.gaussian_teacher import build, build_teacher, train, training_state
 from gaupipe.distillation.student import check_student
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import TeacherTraining
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
+from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.gaussian import Teacher
-from gaupipe.training import loggers
 from stages.phase_a import local, trained_vit
-from stages.phase_a.run_folder import started, write_digest
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
+from stages.runs.opening import opened_teacher, read_data, write_digest
 from stages.runs.resources import check_resources, make_plan
 
 
@@ -33,7 +31,7 @@ def run(
     force: bool = False,
     data: ImageData | None = None,
     students: bool = True,
-) -> list[dict[str, Any]]:
+) -> list[EpochMetrics]:
     """Trains the teacher in ``run_dir`` and returns its metrics, one dict per epoch.
 
     resume   continues from the last checkpoint, or starts where there is none; without it a folder
@@ -51,9 +49,7 @@ def run(
     def resolve() -> TeacherJob | TeacherTraining | local.LocalJob:
         request = run.settled(settings)
         run.check_free(request, resume)
-        loggers.check(request.log.to)
-        images = data or load_data(request.data, request.download)
-        check_buckets(len(images.train), request.data.num_buckets, request.data.batch_size)
+        images = read_data(request, run, data)
         if request.phase_a.is_local:
             return local.check(request, images, students)
         if not request.phase_a.learns_gaussians:
@@ -68,7 +64,7 @@ def run(
     if not job.settings.phase_a.learns_gaussians:
         return trained_vit.adopt(job, run, resume)
     state = training_state(job)
-    with started(run, job.settings, job.data, state, resume):
+    with opened_teacher(run, job.settings, job.data, resume, state):
         train(job, state, run.phase_a)
         write_digest(run, replace(job, teacher=state.kept))
     return state.metrics

@@ -6,17 +6,17 @@ import json
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.local import described, local_maps, without_predictions
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.files import write_whole
-from gaupipe.system.progress import read_metrics
+from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
 from stages.runs.directory import RunDirectory
+from stages.runs.opening import opened_teacher
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,11 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> LocalJo
     return LocalJob(settings, data)
 
 
-def run(job: LocalJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
+def run(job: LocalJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Begins the run in its directory. Returns the metrics: one entry, of epoch 0, without
     accuracies."""
     path = run.phase_a / "metrics.jsonl"
-    with run.locked():
-        distributed.on_main(partial(run.start, job.settings, job.data, resume))
+    with opened_teacher(run, job.settings, job.data, resume):
         distributed.on_main(partial(write_metrics, job, run))
     return read_metrics(path)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from typing import Any
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import check_student
@@ -16,13 +15,13 @@ from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.system.progress import read_metrics
+from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.teachers.vit import weights_of_patches
 from gaupipe.training.job import train, training_state
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.saving import save_student
-from stages.phase_a.run_folder import started, write_digest
 from stages.runs.directory import RunDirectory
+from stages.runs.opening import opened_teacher, write_digest
 
 
 def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | TeacherTraining:
@@ -52,27 +51,30 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
     return job
 
 
-def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
+def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Trains the teacher ``vit`` in a run directory. Returns its metrics, one dict per epoch."""
     state = training_state(job)
-    with started(run, job.settings, job.data, state, resume):
+    with opened_teacher(run, job.settings, job.data, resume, state):
         train(job, state, run.phase_a)
         folder = run.phase_a / "teacher"
-        distributed.on_main(partial(save_student, state.kept, folder, **job.data.data_config))
-        teacher = distributed.main_first(lambda: build(job.settings, job.data, folder))
-        write_digest(run, teacher)
+
+        def saved() -> VitJob:
+            if distributed.is_main():
+                save_student(state.kept, folder, **job.data.data_config)
+            return build(job.settings, job.data, folder)
+
+        write_digest(run, distributed.main_first(saved))
     return state.metrics
 
 
-def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
+def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Takes a teacher that was trained before into a run directory and scores it once. Returns the
     metrics: one entry, of epoch 0; without a head for the classes its accuracies are None."""
     say_if_others_are_predicted(job)
     job.common_sha256()
     if run.teacher_digest() is not None:
         check_unchanged(job, run)
-    with run.locked():
-        distributed.on_main(partial(run.start, job.settings, job.data, resume))
+    with opened_teacher(run, job.settings, job.data, resume):
         path = run.phase_a / "metrics.jsonl"
         if not distributed.broadcast(path.is_file()):
             metrics = measure(job)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -14,7 +13,7 @@ from gaupipe.attention import ATTENTION
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData, utf8
 from gaupipe.settings import Settings
-from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
+from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics, total_seconds
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.runs import kept_epochs
 from stages.runs.trained import TrainedStudent
@@ -91,7 +90,7 @@ def code(text: str) -> str:
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
 
 
-def metrics_in(folder: Path) -> list[dict[str, Any]]:
+def metrics_in(folder: Path) -> list[EpochMetrics]:
     """The epochs of a stage; none where it had no training to do."""
     path = folder / "metrics.jsonl"
     return read_metrics(path) if path.is_file() else []
@@ -104,7 +103,7 @@ def teacher_of(student: TrainedStudent, settings: Settings) -> str:
     if student.has_other_teacher:
         return "another one than the run's" if name in TEACHERS else teacher
     if epochs := metrics_in(student.run.phase_a):
-        last = [epochs[-1].get(key) for key in ("train_acc", "val_acc")]
+        last = [epochs[-1]["train_acc"], epochs[-1]["val_acc"]]
         reached = " / ".join("-" if one is None else f"{100 * one:.2f} %" for one in last)
         teacher += f"; epochs: {epochs_in(epochs)}; training / validation accuracy: {reached}"
     return teacher

@@ -11,22 +11,22 @@ from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.data.splits import ImageData
-from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+from gaupipe.training.job import Training
 from gaupipe.training.state import TrainingState
-from gaupipe.vit.saving import save_student
+from gaupipe.vit.saving import save_student, saved_sha256
 
 FILE = "student.json"
 """Says which epoch the folder ``student`` beside it is of."""
 REMEDY = "continue the training with --resume, or remove the folder of the student"
 
 
-def save(state: TrainingState[VisionTransformer], folder: Path, keep: str, data: ImageData) -> None:
-    """Writes ``folder``/student, of the ``best`` or the ``last`` epoch, as ``keep`` says. Where
-    these are different ones, the folder ``best`` or ``last`` beside it has the other."""
+def save(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
+    """Writes ``folder``/student, of the ``best`` or the ``last`` epoch, as ``train.keep`` says.
+    Where these are different ones, the folder ``best`` or ``last`` beside it has the other."""
     assert state.best is not None  # the training has ended
+    keep, data = job.train.keep, job.data
     last, best = len(state.metrics), state.best["epoch"]
     students = {"last": state.kept}
     if best != last:
@@ -42,7 +42,7 @@ def save(state: TrainingState[VisionTransformer], folder: Path, keep: str, data:
     # no digest until the weights are there: a reader sees that this was interrupted
     _write(folder, {**entry, "sha256": None})
     save_student(student, folder / "student", **data.data_config)
-    _write(folder, {**entry, "sha256": _weights(folder)})
+    _write(folder, {**entry, "sha256": _noted(folder)})
 
 
 def finished(folder: Path) -> bool:
@@ -64,7 +64,7 @@ def entry(folder: Path, epochs: int | None = None) -> dict[str, Any]:
         sha256 = entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is missing or damaged: {REMEDY}") from None
-    if _weights(folder) not in (None, sha256):
+    if _noted(folder) not in (None, sha256):
         raise UserError(
             f"{folder / 'student'}: student.json beside it is of other weights, as after an "
             f"interruption: {REMEDY}"
@@ -82,6 +82,8 @@ def _write(folder: Path, entry: dict[str, Any]) -> None:
     write_whole(folder / FILE, json.dumps(entry) + "\n")
 
 
-def _weights(folder: Path) -> str | None:
-    """The digest of the weights in ``folder``/student; None where it is not listed."""
-    return next(iter((digests.read(folder / "student") or {}).get("model.safetensors", [])), None)
+def _noted(folder: Path) -> str | None:
+    """The digest that ``folder``/student notes of itself; None where it notes none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return saved_sha256(folder / "student")
+    return None

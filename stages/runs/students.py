@@ -26,16 +26,30 @@ REQUEST_FILES = {"config.yaml", "maps.json", "lock"}
 
 @dataclass(frozen=True)
 class StudentRequest:
-    """A student that a command asks for; ``created`` says that its folder was not there before."""
+    """A student that is to be trained.
 
-    run: RunDirectory
-    name: str
+    folder     where it lies; ``created``: it was not there before this command
+    run        whose student it is; None for one outside of a run, as in a comparison
+    teacher    the run whose phase A it learns from; None for the baseline
+    maps_url   the attention-map store; None is the teacher's own
+    resume     continues from the last checkpoint
+    written    the settings lie in the folder; else they are written before the training begins, and
+               ``instead`` says what to do where the folder is taken
+    """
+
     settings: Settings
     folder: Path
-    created: bool
-    distilled: bool
-    maps_url: str | None
-    resume: bool
+    run: RunDirectory | None = None
+    teacher: RunDirectory | None = None
+    maps_url: str | None = None
+    created: bool = False
+    resume: bool = False
+    written: bool = True
+    instead: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
 
 def begin(
@@ -87,7 +101,8 @@ def begin(
         if not resume:
             beside = "--name NAME trains another student beside it"
             make_folder(folder, beside, settings, (url, "") if url else None)
-        return StudentRequest(run, named, settings, folder, created, distilled, url, resume)
+        teacher = run if distilled else None
+        return StudentRequest(settings, folder, run, teacher, url, created, resume)
 
     return distributed.broadcast(distributed.on_main(resolve))
 

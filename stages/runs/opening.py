@@ -1,0 +1,125 @@
+"""The opening of a training: its data is read and checked once, ranks agree, the folder is locked,
+what was asked for is written, and the last checkpoint is loaded. What is refused leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from timm.models.vision_transformer import VisionTransformer
+
+from gaupipe.data.splits import ImageData, load_data
+from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.settings import Settings
+from gaupipe.system import distributed
+from gaupipe.system.files import write_whole
+from gaupipe.training.job import Training, check_training, training_state
+from gaupipe.training.state import TrainingState, has_checkpoint
+from stages.runs import ranks
+from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
+from stages.runs.students import StudentRequest, make_folder, removed_if_refused, write_request
+
+Build = Callable[[ImageData, bool], Training]
+"""Makes a training of (data, True if it starts afresh)."""
+Opened = tuple[Training, TrainingState[VisionTransformer]]
+
+
+def read_data(
+    settings: Settings, run: RunDirectory | None = None, data: ImageData | None = None
+) -> ImageData:
+    """The data set of the settings, unless it has been read already. Raises UserError where it is
+    not what the ``run`` began with, or a training cannot use it."""
+    images = data or load_data(settings.data, settings.download)
+    if run is not None:
+        images.check_split(run.split)
+    check_training(settings, images)
+    return images
+
+
+@contextlib.contextmanager
+def opened(
+    request: StudentRequest, build: Build, data: ImageData | None = None
+) -> Iterator[Opened]:
+    """Holds the folder of a student while it is trained. Gives what ``build`` makes of its data,
+    freshly started or as the last checkpoint has it. ``data`` is the data set of the settings,
+    where it has been read already.
+
+    A training that is refused leaves the settings of an earlier one as they were.
+    """
+    run, folder, created = request.run, request.folder, request.created
+    # Two orders: phase B has written its request before torch was imported, and reads the run's
+    # store, so it locks before it reads. Plain training may begin a run, so all that can be
+    # refused is refused before there is a folder.
+    ready = None
+    if run is not None and not request.written:
+        ready = prepare(request, build, data)
+        images = ready[0].data
+        created = distributed.broadcast(distributed.on_main(lambda: begin(run, request, images)))
+    with contextlib.ExitStack() as held:
+        held.enter_context(removed_if_refused(folder, created))
+        if run is not None:
+            held.enter_context(run.locked(shared=True))
+        distributed.on_main(lambda: say_if_afresh(folder, request.resume))
+        held.enter_context(locked(folder, "student"))
+        job, state = ready or prepare(request, build, data)
+        distributed.main_first(lambda: state.load(folder / "checkpoint"))
+        distributed.on_main(lambda: write_request(folder, job.settings, job.source_of_maps()))
+        yield job, state
+
+
+def prepare(request: StudentRequest, build: Build, data: ImageData | None = None) -> Opened:
+    """The training of a request, freshly started, on all ranks the same. Writes nothing. Raises
+    UserError for one that the data, the run or the machine does not allow."""
+    settings, run = request.settings, request.run
+
+    def prepare_rank() -> Opened:
+        images = read_data(settings, run, data)
+        afresh = not has_checkpoint(request.folder / "checkpoint")
+        if afresh and run is not None:
+            run.check_weights(settings)
+        job = build(images, afresh)
+        return job, training_state(job)
+
+    job, state = distributed.main_first(prepare_rank)
+    ranks.check_same(settings, job.data)
+    return job, state
+
+
+def begin(run: RunDirectory, request: StudentRequest, data: ImageData) -> bool:
+    """Writes the run's settings and split, where it has none, and the settings of a new student,
+    so that they are known after any interruption. Returns True if there was no student."""
+    if not run.split.is_file():  # which is written last
+        with lock_of_process(run.path, "run"):
+            run.start(request.settings, data, resume=True)
+    run.follow(request.settings)
+    created = not request.folder.exists()
+    if not request.resume:  # another command may have been quicker
+        make_folder(request.folder, request.instead, request.settings)
+    return created
+
+
+@contextlib.contextmanager
+def opened_teacher(
+    run: RunDirectory,
+    settings: Settings,
+    data: ImageData,
+    resume: bool,
+    state: TrainingState[Any] | None = None,
+) -> Iterator[None]:
+    """Holds a run while its teacher is made: begins the run, and puts the training, if there is
+    one, where its last checkpoint was."""
+    with run.locked():
+        if state is not None:
+            distributed.on_main(lambda: say_if_afresh(run.phase_a, resume))
+        distributed.on_main(lambda: run.start(settings, data, resume))
+        if state is not None:
+            distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
+        yield
+
+
+def write_digest(run: RunDirectory, teacher: TeacherJob[Any]) -> None:
+    """Writes the digest of a finished teacher. Collective."""
+    if not distributed.broadcast(run.teacher_sha256.is_file()):
+        sha256 = teacher.sha256
+        distributed.on_main(lambda: write_whole(run.teacher_sha256, sha256 + "\n"))
