@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from gaupipe.attention import STUDENTS
+from gaupipe.attention import ATTENTION
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.sections import (
     Count,
@@ -41,10 +41,13 @@ def _as_key(name: Any) -> Any:
     return name.lower() if isinstance(name, str) else name
 
 
-if TYPE_CHECKING:
-    StudentKey = str  # a checker does not run what lists the attentions
-else:
-    StudentKey = Annotated[Literal[STUDENTS], BeforeValidator(_as_key)]
+def _known_attention(key: str) -> str:
+    if key not in ATTENTION:
+        raise ValueError(f"should be one of {', '.join(ATTENTION)}")
+    return key
+
+
+StudentKey = Annotated[str, BeforeValidator(_as_key), AfterValidator(_known_attention)]
 
 
 def _known_kind(kind: str) -> str:
