@@ -360,7 +360,6 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
     "overrides,message",
     [
         (["phase_a.teacher_args={depth: 3, embed_dim: 48}", "phase_b.head_map=[5, 5]"], "head_map"),
-        (["phase_a.per_image=embedding"], "has no Gaussians"),
         (["phase_a.teacher=gaussian", "phase_a.teacher_args={depth: 3}"], "teacher_args"),
         (["phase_a.teacher_args={img_size: 16}"], "the data set says it"),
         (["phase_a.teacher_args={depth:3}"], "'depth:3' is no keyword"),
