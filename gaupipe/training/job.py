@@ -182,26 +182,31 @@ class LabelLosses(nn.Module):
 
 
 def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
-    """All epochs that are left."""
-    settings, label, losses = job.settings, job.label(folder), job.losses()
+    """Trains all epochs that are left: each batch makes an optimizer step, each epoch a score, a
+    line of metrics.jsonl and a checkpoint."""
+    settings = job.settings
+    label = job.label(folder)
+    loss_module = job.losses()
     training, validation = train_and_val(job.data, settings.data, job.device)
     augment = Augment(job.augment, settings.seed)
-    done = len(state.metrics)
+    is_new = not state.metrics
 
     with loop(settings, state, training, folder, label, job.epochs) as running:
-        update, progress = running.update, running.progress
-        for remark in job.remarks() if not done else ():
-            progress.line(f"{label}: {remark}")
+        update = running.update
+        progress = running.progress
+        if is_new:  # a resumed training has said them
+            for remark in job.remarks():
+                progress.line(f"{label}: {remark}")
         for epoch in running.epochs():
-            losses_of = update.data_parallel(losses)
-            gamma, (maps, view) = job.gamma(epoch.number), job.maps_of_epoch(epoch.number)
+            compute_losses = update.data_parallel(loss_module)
+            gamma = job.gamma(epoch.number)
+            maps, view = job.maps_of_epoch(epoch.number)
             job.drop_patches(epoch.number)
-            # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, maps, view, epoch.first):
                 with update.forward():
-                    found: StepLosses = losses_of(batch, gamma)
-                update(found.loss, batch.weight)
-                epoch.add(len(batch), **found.by_name())
+                    losses: StepLosses = compute_losses(batch, gamma)  # images [B, C, h, w]
+                update(losses.loss, batch.weight)
+                epoch.add(len(batch), **losses.by_name())
             means = epoch.means()
 
             scores = score_model(state.kept, validation)
