@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -39,6 +39,45 @@ from stages.runs.resources import (
 )
 
 
+class Needs(TypedDict):
+    memory_bytes: int
+    """Of one process."""
+    disk_bytes: int
+
+
+class Stage(Needs):
+    """What a stage takes; the numbers that it does not have are left out."""
+
+    model: str
+    """What it trains or writes."""
+    epochs: NotRequired[int]
+    steps: NotRequired[int]
+    parameters: NotRequired[int]
+
+
+class Total(Needs):
+    """The largest memory, and the sums of the others."""
+
+    steps: int
+
+
+class Plan(TypedDict):
+    """Counts and bytes of a run. Values are JSON's."""
+
+    images: int
+    stages: dict[str, Stage]
+    """By name: phase_a (at most), export, phase_b and plain (the baseline)."""
+    total: Total
+    per_image_parameters: NotRequired[int]
+    """None of a training on the labels alone."""
+    world_size: int
+    free_disk_bytes: int
+    available_memory_bytes: int | None
+    device: str
+    problem: str | None
+    """What does not fit."""
+
+
 def run(
     settings: Settings,
     run_dir: Path,
@@ -47,21 +86,22 @@ def run(
     images: int | None = None,
     classes: int | None = None,
     world_size: int = 1,
-) -> dict[str, Any]:
-    """Counts and bytes of a run, as plain JSON values. Nothing is trained or written.
+) -> Plan:
+    """Counts and bytes of a run. Nothing is trained or written.
 
     plain             plans a training on the labels alone
     images, classes   describe a data set that is not at hand
     world_size        number of processes: ``memory_bytes`` is that of each
 
-    ``stages`` has epochs, optimizer steps, parameters and bytes of phase_a (at most), export,
-    phase_b and plain (the baseline), ``total`` the largest memory and the sums of the others.
-    ``problem`` says what does not fit. Raises UserError for settings that cannot be run.
+    Raises UserError for settings that cannot be run.
     """
     settings = settled(settings)
     data = data_of(settings, images, classes)
     images = images or len(data.train)
-    stages, facts = ({}, {}) if plain else plan_phases(settings, data, images, world_size)
+    stages: dict[str, Stage] = {}
+    per_image_parameters = None
+    if not plain:
+        stages, per_image_parameters = plan_phases(settings, data, images, world_size)
     if plain or settings.baseline.epochs != 0:
         check_baseline(settings, data)
         train = settings.baseline_training
@@ -75,26 +115,24 @@ def run(
     disk = sum(stage["disk_bytes"] for stage in stages.values())
     steps = sum(stage.get("steps", 0) for stage in stages.values())
     too_large = mistake_in(lambda: check_memory("the run", memory))
-    return {
+    planned: Plan = {
         "images": images,
         "stages": stages,
         "total": {"steps": steps, "memory_bytes": memory, "disk_bytes": disk},
-        **facts,
         "world_size": world_size,
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
         "device": str(select_device(settings.device, settings.threads)),
         "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, SMALLER)),
     }
-
-
-Stages = dict[str, dict[str, Any]]
-"""Epochs, steps, parameters and bytes of each stage by its name."""
+    if per_image_parameters is not None:
+        planned["per_image_parameters"] = per_image_parameters
+    return planned
 
 
 def plan_phases(
     settings: Settings, data: ImageData, images: int, world_size: int
-) -> tuple[Stages, dict[str, Any]]:
+) -> tuple[dict[str, Stage], int]:
     """Both phases and the export, and the number of per-image parameters."""
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
@@ -102,26 +140,29 @@ def plan_phases(
     student = of_student(settings, data, "distilled", train, world_size)
     if settings.phase_a.is_local:
         local.check(settings, data)
-        return {"phase_b": student}, {"per_image_parameters": 0}
+        return {"phase_b": student}, 0
     teacher = build_teacher(settings, data)
-    grid = MapShape.of(teacher).grid
-    export = planned_export(settings, teacher, grid)
+    shape = MapShape.of(teacher)
+    export = planned_export(settings, teacher, shape.grid, shape.layers)
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = store_bytes(settings, teacher, export, images, data.num_classes)
-    memory = {"memory_bytes": needs.memory_bytes}
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
-    stages = {
+    stages: dict[str, Stage] = {
         "phase_a": {
             "model": "teacher (phase A)",
             "epochs": settings.phase_a.most_epochs,
             "parameters": needs.parameters,
-            **memory,
+            "memory_bytes": needs.memory_bytes,
             "disk_bytes": needs.disk_bytes,
         },
-        "export": {"model": f"store ({export.kind})", **memory, "disk_bytes": stored},
+        "export": {
+            "model": f"store ({export.kind})",
+            "memory_bytes": needs.memory_bytes,
+            "disk_bytes": stored,
+        },
         "phase_b": student,
     }
-    return stages, {"per_image_parameters": needs.per_image_parameters}
+    return stages, needs.per_image_parameters
 
 
 def of_student(
@@ -130,7 +171,7 @@ def of_student(
     how: str,
     train: TrainSettings,
     world_size: int,
-) -> dict[str, Any]:
+) -> Stage:
     """The training of a student."""
     ema = train.optim.ema
     student = build_student(settings, data, train, "meta")
@@ -210,22 +251,30 @@ LABELS = {
 }
 
 
-def tables(plan: dict[str, Any]) -> Iterator[Table | str]:
+def tables(plan: Plan) -> Iterator[Table | str]:
     """The plan that :func:`run` returned: a line for each stage and their total; then the rest."""
     columns = ("epochs", "steps", "parameters", "memory", "disk")
     numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
     stages = Table("", *numbers, box=None, pad_edge=False)
-    for stage in (*plan["stages"].values(), plan["total"]):
-        counts = [stage.get(name) for name in ("epochs", "steps", "parameters")]
+    sums = plan["total"]
+    total: Stage = {
+        "model": "total",
+        "steps": sums["steps"],
+        "memory_bytes": sums["memory_bytes"],
+        "disk_bytes": sums["disk_bytes"],
+    }
+    for stage in (*plan["stages"].values(), total):
+        counts = [stage.get("epochs"), stage.get("steps"), stage.get("parameters")]
         stages.add_row(
-            stage.get("model", "total"),
+            stage["model"],
             *(f"{count:,}" if count else "" for count in counts),
             gigabytes(stage["memory_bytes"]),
             gigabytes(stage["disk_bytes"]),
         )
     rows = Table.grid("", Column(justify="right"), padding=(0, 2))
+    values: dict[str, Any] = dict(plan)
     for name, label in LABELS.items():
-        if value := plan.get(name):
+        if value := values.get(name):
             rows.add_row(label, gigabytes(value) if name.endswith("bytes") else f"{value:,}")
     rows.add_row("device", plan["device"])
     yield from (stages, "", rows)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 from rich.table import Table
@@ -112,26 +112,41 @@ def most_probable(probabilities: Tensor, class_names: Sequence[str], top: int) -
     return images
 
 
-def as_row(prediction: Prediction) -> dict[str, Any]:
-    """{"path", "classes": [{"class", "probability"}]}, and the image's "label" where it is known,
-    otherwise its "problem"."""
-    classes = [{"class": name, "probability": round(p, 6)} for name, p in prediction.classes]
-    row: dict[str, Any] = {"path": prediction.path, "classes": classes}
+Probability = TypedDict("Probability", {"class": str, "probability": float})
+"""A class that was predicted."""
+
+
+class Row(TypedDict):
+    """A prediction as JSON: the image's ``label`` where it is known, otherwise its ``problem``."""
+
+    path: str
+    classes: list[Probability]
+    label: NotRequired[str]
+    problem: NotRequired[str | None]
+
+
+def as_row(prediction: Prediction) -> Row:
+    classes: list[Probability] = [
+        {"class": name, "probability": round(p, 6)} for name, p in prediction.classes
+    ]
+    row: Row = {"path": prediction.path, "classes": classes}
     if prediction.label is None:
-        return row | {"problem": prediction.problem}
-    return row | {"label": prediction.label}
+        row["problem"] = prediction.problem
+    else:
+        row["label"] = prediction.label
+    return row
 
 
 def as_csv(predictions: Sequence[Prediction]) -> str:
     """A line for each image: path, label, class and probability of each of the most probable
     classes, and problem."""
     rows = []
-    for prediction in predictions:
-        row = as_row(prediction)
-        for rank, best in enumerate(row.pop("classes"), 1):
+    for row in map(as_row, predictions):
+        line = {name: value for name, value in row.items() if name != "classes"}
+        for rank, best in enumerate(row["classes"], 1):
             suffix = "" if rank == 1 else str(rank)
-            row |= {f"{key}{suffix}": value for key, value in best.items()}
-        rows.append(row)
+            line |= {f"{name}{suffix}": value for name, value in best.items()}
+        rows.append(line)
     columns = dict.fromkeys(name for row in rows for name in row)
     ordered = sorted(columns, key=lambda name: name == "problem")  # the problem last
     text = io.StringIO()

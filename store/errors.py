@@ -33,5 +33,5 @@ class CorruptChunk(StoreError):
         self.image_id = image_id
         self.array = array
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
         return type(self), (str(self), self.image_id, self.array)

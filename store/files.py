@@ -44,7 +44,7 @@ class Files:
     method raises StoreError, one line, when the storage refuses or does not answer.
     """
 
-    def __init__(self, url: str | os.PathLike):
+    def __init__(self, url: str | os.PathLike[str]):
         refuse_after_fork()
         self.url = str(url)
         self.folder = local_folder(url)
@@ -130,7 +130,7 @@ class Files:
                 os.close(descriptor)
         self._flushed |= new
 
-    def wait(self, future):
+    def wait(self, future: Any) -> Any:
         """Waits for a read or a write, and returns its result."""
         try:
             return future.result()
@@ -138,7 +138,7 @@ class Files:
             raise StoreError(explain(error, self.url)) from None
 
 
-def local_folder(url: str | os.PathLike) -> Path | None:
+def local_folder(url: str | os.PathLike[str]) -> Path | None:
     """The folder that a path or a file:// URL names; None for an object store. Raises StoreError
     for a URL that names no place for a store."""
     url = os.fspath(url)
@@ -159,7 +159,7 @@ def local_folder(url: str | os.PathLike) -> Path | None:
     )
 
 
-def _kvstore_spec(url: str) -> tuple[dict, dict]:
+def _kvstore_spec(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """tensorstore's name for the place, and its settings for reaching it."""
     folder = local_folder(url)
     if folder is not None:

@@ -149,7 +149,7 @@ class Layout:
         return layout
 
     @classmethod
-    def _from_attributes(cls, attributes: dict) -> Layout:
+    def _from_attributes(cls, attributes: dict[str, Any]) -> Layout:
         """Raises StoreError for attributes that no writer of ours writes."""
         schema = Schema.from_attributes(attributes)
         per_shard = attributes.get("images_per_shard")
@@ -212,7 +212,7 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
         raise StoreError(f"a store of kind {schema.kind!r} has no decoder")
     if schema.kind_class.decoder and not decoder:
         raise StoreError(f"a store of kind {schema.kind!r} needs its decoder's arrays")
-    buffers: dict = {}
+    buffers: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(buffers))
     checked = [ZstdCodec(level=1, checksum=True), Crc32cCodec()]
     for name, spec in schema.arrays().items():
@@ -250,7 +250,7 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
     return {key: buffer.to_bytes() for key, buffer in buffers.items() if key != ROOT}
 
 
-def read_metadata(files: Files, manifest: Manifest, name: str) -> dict:
+def read_metadata(files: Files, manifest: Manifest, name: str) -> dict[str, Any]:
     """The zarr.json of one array. Raises DamagedStore when any bit of it has changed."""
     return json.loads(read_checked(files, manifest, f"{name}/{ROOT}"))
 

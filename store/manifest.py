@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from store.errors import damaged
 from store.files import Files
@@ -108,15 +108,15 @@ def write_entry(files: Files, index: int, written: Mapping[str, bytes]) -> None:
     files.write(f"{FINISHED}{index}", json.dumps(_to_json(entry)).encode())
 
 
-def _to_json(shard: dict[str, StoredFile]) -> dict[str, dict]:
+def _to_json(shard: dict[str, StoredFile]) -> dict[str, dict[str, Any]]:
     return {name: file._asdict() for name, file in shard.items()}
 
 
-def _from_json(shard: dict[str, dict]) -> dict[str, StoredFile]:
+def _from_json(shard: dict[str, dict[str, Any]]) -> dict[str, StoredFile]:
     return {name: StoredFile(**file) for name, file in shard.items()}
 
 
-def group_file(attributes: dict) -> bytes:
+def group_file(attributes: dict[str, Any]) -> bytes:
     """The zarr.json of a group with these attributes."""
     group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     return json.dumps(group, indent=2, allow_nan=False).encode()

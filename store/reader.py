@@ -21,7 +21,7 @@ INDEX_CACHE_BYTES = 64 * 2**20
 
 
 def open(
-    url: str | os.PathLike,
+    url: str | os.PathLike[str],
     *,
     dataset_sha256: str | None = None,
     teacher_sha256: str | None = None,
@@ -51,7 +51,7 @@ def open(
     return Store(files, layout, manifest, preload_bytes)
 
 
-def check_exists(url: str | os.PathLike) -> None:
+def check_exists(url: str | os.PathLike[str]) -> None:
     """Raises UnfinishedStore for a folder without a store. Nothing is opened, and an object store,
     which may take long to answer, is not asked."""
     folder = local_folder(url)
@@ -150,7 +150,7 @@ class Store:
         thread."""
         if names is not None:
             names = list(names)  # it is read once for each batch
-        waiting: collections.deque = collections.deque()
+        waiting: collections.deque[Any] = collections.deque()
         with ThreadPoolExecutor(1, "gaupipe-store") as pool:
             try:
                 for image_ids in batches:

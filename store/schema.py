@@ -55,7 +55,7 @@ class Schema(Sizes):
     views: int = 1
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in TEXTS:
             self._check(name, isinstance(getattr(self, name), str), "it must be text")
         for name, choices in (("kind", KINDS), ("encoding", ENCODINGS)):
@@ -172,7 +172,7 @@ class Schema(Sizes):
         """Bytes of the whole store before compression, without the decoder."""
         return self.num_images * self.bytes_per_image
 
-    def to_attributes(self) -> dict[str, Any]:
+    def to_attributes(self) -> dict[str, object]:
         """The schema as JSON: these are the attributes of the store's zarr group."""
         return {**dataclasses.asdict(self), "grid": list(self.grid)}
 

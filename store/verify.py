@@ -49,7 +49,7 @@ class Problem:
 
 
 def verify(
-    url: str | os.PathLike, progress: Callable[[int, int], None] | None = None
+    url: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
 ) -> list[Problem]:
     """Everything wrong in the store at `url`; empty when every file is there, complete, and no bit
     has changed.
@@ -114,7 +114,7 @@ def _check_file(files: Files, layout: Layout, shards: Shards, name: str, index: 
 
 
 def repair(
-    url: str | os.PathLike,
+    url: str | os.PathLike[str],
     schema: Schema,
     *,
     shard_bytes: int = SHARD_BYTES,

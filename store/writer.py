@@ -128,7 +128,7 @@ class Writer:
         self._files.write(ROOT, self._layout.root_file())
 
 
-def encode_shard(metadata: dict, key: str, shard: Shard, values: np.ndarray) -> bytes:
+def encode_shard(metadata: dict[str, Any], key: str, shard: Shard, values: np.ndarray) -> bytes:
     """The bytes of a shard's file, made in memory so that they can be hashed. `metadata` is the
     array's zarr.json, `key` the file's name within the array."""
     spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}
@@ -138,7 +138,7 @@ def encode_shard(metadata: dict, key: str, shard: Shard, values: np.ndarray) -> 
 
 
 def create(
-    url: str | os.PathLike,
+    url: str | os.PathLike[str],
     schema: Schema,
     *,
     overwrite: bool = False,
@@ -174,7 +174,7 @@ def _begin(
     return Writer(files, layout, manifest)
 
 
-def check_place(url: str | os.PathLike) -> None:
+def check_place(url: str | os.PathLike[str]) -> None:
     """Raises StoreError where neither a store is nor nothing at all."""
     read_root(Files(url))
 
@@ -190,7 +190,7 @@ def read_root(files: Files) -> bytes | None:
     return root
 
 
-def join(url: str | os.PathLike) -> Writer:
+def join(url: str | os.PathLike[str]) -> Writer:
     """A writer for a store that another process created, to write other shards of it."""
     files = Files(url)
     return Writer(files, *open_layout(files))

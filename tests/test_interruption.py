@@ -231,7 +231,7 @@ calls, update = itertools.count(1), training.Update.__call__
 def counted(self, *arguments):
     if next(calls) == 6:
         os.killpg(0, signal.SIGTERM)  # the readers of images, too
-    update(self, *arguments)
+    return update(self, *arguments)
 training.Update.__call__ = counted
 if __name__ == "__main__":
     cli.main()

@@ -38,7 +38,7 @@ class HeadMean(store.Kind):
         return {"means": ArraySpec(shape, numbers.dtype, names, numbers)}
 
 
-class HeadMeanKind(kinds.GaussianKind):
+class HeadMeanKind(kinds.MapKind):
     name = "headmean"
 
     def arrays(self, attention, k, dtype=torch.float32):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx
 from torch import Tensor
@@ -18,7 +20,9 @@ class AttentionX(StudentAttention):
     hides see ``gaupipe.attention.base.hidden_by``.
     """
 
-    def __init__(self, *args, gamma: float = 1.0, mask_diagonal: bool = True, **kwargs) -> None:
+    def __init__(
+        self, *args: Any, gamma: float = 1.0, mask_diagonal: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.gamma = gamma
         self.mask_diagonal = mask_diagonal
@@ -38,10 +42,12 @@ class AttentionX(StudentAttention):
             return None
         return torch.eye(tokens, dtype=torch.bool, device=device)
 
-    def attend(self, q, k, v, attn_mask, is_causal) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         return super().attend(q, k, v, *self.masks(q, attn_mask, is_causal))
 
-    def log_map(self, q, k, attn_mask, is_causal) -> Tensor:
+    def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         return super().log_map(q, k, *self.masks(q, attn_mask, is_causal))
 
     def masks(

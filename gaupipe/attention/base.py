@@ -39,7 +39,7 @@ class StudentAttention(Attention):
         """True if :meth:`log_map` gives attention maps."""
         return self.compares
 
-    conversion_options: dict = {}
+    conversion_options: dict[str, Any] = {}
     """Options that stand in for the defaults where trained weights are taken over."""
 
     def __init__(self, dim: int, num_heads: int = 8, **arguments: Any) -> None:
@@ -59,8 +59,8 @@ class StudentAttention(Attention):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         norm_layer: type[nn.Module] | None = None,
-        device=None,
-        dtype=None,
+        device: Any = None,
+        dtype: Any = None,
         **_query_arguments: Any,
     ) -> None:
         """As timm's ``__init__``, which always makes matrices for queries and keys, with ``v`` in

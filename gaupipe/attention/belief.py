@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from gaupipe.attention.base import StudentAttention, choice
@@ -25,7 +27,9 @@ class BeliefAttention(StudentAttention):
     standard attention; at 1 it is D W.
     """
 
-    def __init__(self, *args, signal: str = "perpendicular", gated: bool = False, **kwargs) -> None:
+    def __init__(
+        self, *args: Any, signal: str = "perpendicular", gated: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         known = ["perpendicular"] if gated else list(SIGNALS)
         self.signal = choice("signal", signal, known)

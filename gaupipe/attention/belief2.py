@@ -3,6 +3,8 @@ symmetric part."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from timm.layers import Attention
 from torch import Tensor, nn
@@ -24,7 +26,9 @@ class Belief2Attention(StudentAttention):
 
     conversion_options = {"activation": "identity"}
 
-    def __init__(self, *args, activation: str = "gelu", zz: bool = True, **kwargs) -> None:
+    def __init__(
+        self, *args: Any, activation: str = "gelu", zz: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.activation = ACTIVATIONS[choice("activation", activation, ACTIVATIONS)]()
         self.proj_parallel = self.linear()

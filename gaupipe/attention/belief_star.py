@@ -3,6 +3,8 @@ projection."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ class BeliefStarAttention(StudentAttention):
     (*BeliefFormer, appendix C*).
     """
 
-    def __init__(self, *args, signal: str = "perpendicular", **kwargs) -> None:
+    def __init__(self, *args: Any, signal: str = "perpendicular", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.signal = choice("signal", signal, MULTIPLIED)
         self.proj_local = self.linear()

@@ -6,6 +6,8 @@ raw numbers of a Gaussian.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx
 import torch.nn.functional as F
@@ -34,7 +36,7 @@ class GaussianAttention(StudentAttention):
     has_map = True  # the Gaussians are
     places: Tensor
 
-    def __init__(self, *args, grid: Grid | None = None, **kwargs) -> None:
+    def __init__(self, *args: Any, grid: Grid | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.scale = 1.0  # Q K' is log P, see project
         self.grid = grid

@@ -5,6 +5,8 @@ Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx
 import torch.nn.functional as F
@@ -89,13 +91,13 @@ class _Perpendicular(torch.autograd.Function):
         return d, a, squared, size, has_slope
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs, *output)
         ctx.save_for_forward(*inputs)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def backward(ctx, grad: Tensor, *_constants: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor, *_constants: Tensor) -> tuple[Tensor, Tensor]:
         m, v, d, a, squared, size, has_slope = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative will be asked for
             return torch.func.vjp(project_out, m, v)[1](grad)
@@ -111,7 +113,7 @@ class _Perpendicular(torch.autograd.Function):
         return grad_m.to(m.dtype), grad_v.to(v.dtype)
 
     @staticmethod
-    def jvp(ctx, along_m: Tensor, along_v: Tensor) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, along_m: Tensor, along_v: Tensor) -> tuple[Tensor | None, ...]:
         tangent = torch.func.jvp(project_out, ctx.saved_tensors, (along_m, along_v))[1]
         return tangent, None, None, None, None
 
@@ -175,7 +177,7 @@ class _AttentionWithNormaliser(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         ctx.width = v.shape[-1]
         ctx.scale = scale
@@ -190,7 +192,7 @@ class _AttentionWithNormaliser(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx, grad_heads: Tensor, grad_normaliser: Tensor
+        ctx: Any, grad_heads: Tensor, grad_normaliser: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, mask, heads, log_normaliser = ctx.saved_tensors
         width = q.shape[-1]

@@ -31,7 +31,9 @@ class StandardAttention(StudentAttention):
     prior: nn.Parameter | None
     places: Tensor
 
-    def __init__(self, *args, prior: bool = False, grid: Grid | None = None, **kwargs) -> None:
+    def __init__(
+        self, *args: Any, prior: bool = False, grid: Grid | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.grid = None
         self.prior = None

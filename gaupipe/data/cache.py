@@ -142,7 +142,7 @@ class ImageCache:
             flush(partial)  # a power cut must not leave a name without its pixels
         self.open()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "images": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL
@@ -92,7 +93,7 @@ def _examine(path: str) -> str:
         return digest
 
 
-class ArrayImages(Dataset):
+class ArrayImages(Dataset[Any]):
     """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N], and the
     names of the classes, none where they have none."""
 
@@ -128,7 +129,7 @@ class ArrayImages(Dataset):
         return hashlib.sha256(self.images.numpy().tobytes()).digest()
 
 
-class FileImages(Dataset):
+class FileImages(Dataset[Any]):
     """Images in files, ``names`` relative to ``root``, and their labels int64 [N].
 
     They are resized so that the shorter side is ``size``, with antialiasing, and cropped

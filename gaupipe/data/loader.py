@@ -83,7 +83,7 @@ def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.nda
     return views[0].permute(1, 2, 0).numpy()
 
 
-class _Fetching(Dataset):
+class _Fetching(Dataset[Any]):
     """Whole batches, or in their place the UserError, of which torch would make a traceback."""
 
     def __init__(self, source: Source) -> None:
@@ -110,7 +110,7 @@ class Loader:
         self.pin = device.type == "cuda"
         self._requests: list[Request] = []
         self._made_for: tuple[int, bool] | None = None
-        self._loader: DataLoader | None = None
+        self._loader: DataLoader[Any] | None = None
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Loaded]:
         """The batches in their order. Raises the UserError of an image that cannot be read."""
@@ -142,7 +142,7 @@ class Loader:
         # without a GPU the cores train, too
         return min(max(1, cores - 1) if self.pin else cores // 2, MOST_WORKERS)
 
-    def _data_loader(self, workers: int) -> DataLoader:
+    def _data_loader(self, workers: int) -> DataLoader[Any]:
         return DataLoader(
             _Fetching(self.source),
             batch_sampler=self._requests,  # type: ignore[arg-type]  # lists of samples to torch

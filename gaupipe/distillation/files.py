@@ -43,7 +43,7 @@ class FilesJob(TeacherJob[VitTeacher]):
 
     images: dict[str, Any] = field(default_factory=dict)
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> dict[str, object]:
         """The model and its images, as JSON."""
         return {"teacher": self.teacher.name, "predicts": self.teacher.predicts, **self.images}
 

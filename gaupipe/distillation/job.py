@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ class PhaseB(Training):
     def label(self, folder: Path) -> str:
         return folder.name
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         schema = self.maps.schema
         kind = [schema.kind]
         kind += [f"k {schema.k}"] if schema.k else []
@@ -77,6 +76,8 @@ class PhaseB(Training):
         remarks = super().remarks()
         if len(self.student.blocks) != schema.layers:
             remarks.append(f"its blocks are compared with the stored blocks {self.layers}")
+        if phase.warm_start == "slice" and self.settings.model.stem == "conv":
+            remarks.append("its convolutional stem is no part of the slice and keeps its start")
         moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
         if schema.extra.get("teacher") and schema.views == 1 and moved and phase.gamma:
             remarks.append(

@@ -50,7 +50,13 @@ class StoredGaussians:
         gaussians = of_heads(self.gaussians[:, layer].float(), heads)
         return expected_axes(move(gaussians, geometry, self.grid, new_grid), new_grid or self.grid)
 
-    def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
+    def map(
+        self,
+        layer: int,
+        heads: Sequence[int] | None = None,
+        geometry: Geometry | None = None,
+        new_grid: Grid | None = None,
+    ) -> Tensor:
         """A block's map [B, H, T, T] float32, rows sum to 1, of some heads (all for None), for
         views of the images and on another grid where these are given."""
         return outer(*self.axes(layer, heads, geometry, new_grid))
@@ -63,10 +69,22 @@ class StoredRows:
     def __init__(self, rows: Callable[[int], Tensor], grid: Grid, prefix: int = 0) -> None:
         self.rows, self.grid, self.prefix = rows, grid, prefix
 
-    def axes(self, layer, heads=None, geometry=None, new_grid=None) -> None:
+    def axes(
+        self,
+        layer: int,
+        heads: Sequence[int] | None = None,
+        geometry: Geometry | None = None,
+        new_grid: Grid | None = None,
+    ) -> None:
         """A map of this kind has no factors."""
 
-    def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
+    def map(
+        self,
+        layer: int,
+        heads: Sequence[int] | None = None,
+        geometry: Geometry | None = None,
+        new_grid: Grid | None = None,
+    ) -> Tensor:
         """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
         patches, _ = without_prefix(of_heads(self.rows(layer), heads), self.prefix)
         return move_map(patches, geometry, self.grid, new_grid)
@@ -74,6 +92,8 @@ class StoredRows:
 
 StoredAttention = StoredGaussians | StoredRows
 Reader = Callable[[Stored], StoredAttention]
+ReadGaussians = Callable[[dict[str, Tensor]], Tensor]
+"""From the arrays of a batch to its Gaussians [B, L, H, T, 4]."""
 
 
 def of_heads(values: Tensor, heads: Sequence[int] | None) -> Tensor:
@@ -81,40 +101,54 @@ def of_heads(values: Tensor, heads: Sequence[int] | None) -> Tensor:
     return values if heads is None else values[:, list(heads)]
 
 
-class GaussianKind:
-    """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of the other kinds."""
+class MapKind:
+    """A kind of store: what a teacher writes, and how a student reads it."""
 
-    name = "gaussian"
-    takes_any_map = False
+    name: str
 
     def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         """The reason why a store of this kind cannot hold the maps of a teacher, with or without
         per-image parameters; None if it can."""
-        if self.takes_any_map or isinstance(teacher, Teacher):
+        return None
+
+    def arrays(
+        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """The arrays of a batch by name, maps in ``dtype``."""
+        raise NotImplementedError
+
+    def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
+        """The tensors that are stored once for all images."""
+        return {}
+
+    def reader(self, maps: store.Store, device: torch.device) -> Reader:
+        """A function from the arrays of a batch to its attention. Raises UserError for a decoder
+        that is not a teacher's."""
+        raise NotImplementedError
+
+
+class GaussianKind(MapKind):
+    """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of what stands for Gaussians."""
+
+    name = "gaussian"
+
+    def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
+        if isinstance(teacher, Teacher):
             return None
         return "a trained ViT has no Gaussians; choose topk or dense"
 
     def arrays(
         self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """The arrays of a batch by name, maps in ``dtype``."""
         assert isinstance(attention, GaussianMaps)
         return {"gaussians": attention.gaussians}
 
-    def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
-        """The tensors that are stored once for all images."""
-        return {}
-
-    def gaussians(
-        self, schema: store.Schema, shared: dict[str, Tensor]
-    ) -> Callable[[dict[str, Tensor]], Tensor]:
+    def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
         """A function from the arrays of a batch to its Gaussians, by the ``shared`` tensors of
         :meth:`decoder`."""
         return lambda stored: stored["gaussians"].float()
 
     def reader(self, maps: store.Store, device: torch.device) -> Reader:
-        """A function from the arrays of a batch to its attention. Raises UserError for a decoder
-        that is not a teacher's."""
         shared = to_device(maps.decoder(), device)
         try:
             gaussians = self.gaussians(maps.schema, shared)
@@ -132,7 +166,7 @@ class EmbeddingKind(GaussianKind):
 
     name = "embedding"
 
-    def refusal(self, teacher, per_image) -> str | None:
+    def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         if isinstance(teacher, Teacher) and (teacher.decoder is None or not per_image):
             return (
                 "this teacher keeps no embeddings (phase_a.per_image is not embedding); choose "
@@ -140,16 +174,21 @@ class EmbeddingKind(GaussianKind):
             )
         return super().refusal(teacher, per_image)
 
-    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+    def arrays(
+        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        assert isinstance(attention, GaussianMaps) and attention.parameters is not None
         return {"embeddings": attention.parameters}
 
-    def decoder(self, teacher) -> dict[str, Tensor]:
+    def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
+        assert isinstance(teacher, Teacher) and teacher.decoder is not None
         return {**teacher.decoder.state_dict(), "prior": teacher.prior.detach()}
 
-    def gaussians(self, schema, shared):
+    def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
         weights, prior = dict(shared), prior_of(schema, shared)
         del weights["prior"]
         hidden = weights["bias1"].shape[-1]
+        assert schema.embedding_dim is not None
         network = Decoder(schema.layers, schema.embedding_dim, hidden, prior[0].numel())
         network.to(prior.device).load_state_dict(weights)
 
@@ -166,7 +205,7 @@ class PriorKind(GaussianKind):
 
     name = "prior"
 
-    def refusal(self, teacher, per_image) -> str | None:
+    def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         if per_image:
             return (
                 "this teacher has Gaussians of single images (phase_a.per_image is not none); "
@@ -174,24 +213,28 @@ class PriorKind(GaussianKind):
             )
         return super().refusal(teacher, per_image)
 
-    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+    def arrays(
+        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
         return {}
 
-    def decoder(self, teacher) -> dict[str, Tensor]:
+    def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
+        assert isinstance(teacher, Teacher)
         return {"prior": teacher.prior.detach()}
 
-    def gaussians(self, schema, shared):
+    def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
         gaussians = from_raw(prior_of(schema, shared), schema.parametrisation)  # [L, H, T, 4]
         return lambda stored: gaussians.expand(len(stored["labels"]), *gaussians.shape)
 
 
-class DenseKind(GaussianKind):
+class DenseKind(MapKind):
     """The maps themselves, [B, L, H, T, T]."""
 
     name = "dense"
-    takes_any_map = True
 
-    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+    def arrays(
+        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
         return {"maps": attention.maps(dtype)}
 
     def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:
@@ -199,7 +242,7 @@ class DenseKind(GaussianKind):
         rows = stored["maps"][:, layer].float()
         return rows / rows.sum(-1, keepdim=True) if schema.encoding == "uint8" else rows
 
-    def reader(self, maps, device) -> Reader:
+    def reader(self, maps: store.Store, device: torch.device) -> Reader:
         schema = maps.schema
 
         def read(stored: Stored) -> StoredRows:
@@ -215,11 +258,14 @@ class TopKKind(DenseKind):
 
     name = "topk"
 
-    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+    def arrays(
+        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        assert k is not None
         keys, weights = top_k(attention.maps(), k)
         return {"keys": keys, "weights": weights}
 
-    def rows(self, schema, stored, layer) -> Tensor:
+    def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:
         keys, weights = stored["keys"][:, layer].long(), stored["weights"][:, layer].float()
         return from_top_k(keys, weights, schema.tokens)
 
@@ -234,7 +280,7 @@ def prior_of(schema: store.Schema, shared: dict[str, Tensor]) -> Tensor:
     return shared["prior"].expand(schema.layers, schema.heads, schema.tokens, size)
 
 
-KINDS: dict[str, GaussianKind] = {
+KINDS: dict[str, MapKind] = {
     kind.name: kind
     for kind in (GaussianKind(), EmbeddingKind(), DenseKind(), PriorKind(), TopKKind())
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -17,10 +16,10 @@ from torch import Tensor
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import PhaseB
-from gaupipe.distillation.kinds import StoredGaussians, of_heads
+from gaupipe.distillation.kinds import Grid, StoredGaussians, of_heads
 from gaupipe.distillation.losses import TeacherMaps
 from gaupipe.distillation.student import MapShape, check_fit, layer_map
-from gaupipe.maps.gaussians import local_axes
+from gaupipe.maps.gaussians import Geometry, local_axes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.training.job import Training
@@ -46,7 +45,13 @@ class LocalMaps(StoredGaussians):
         self.factors = along_y.to(device), along_x.to(device)
         return self
 
-    def axes(self, layer, heads=None, geometry=None, new_grid=None) -> tuple[Tensor, Tensor]:
+    def axes(
+        self,
+        layer: int,
+        heads: Sequence[int] | None = None,
+        geometry: Geometry | None = None,
+        new_grid: Grid | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The two factors ([1, H, T, h], [1, H, T, w]) of a block's map."""
         along_y, along_x = self.factors
         return of_heads(along_y, heads), of_heads(along_x, heads)
@@ -109,7 +114,7 @@ class LocalPhaseB(PhaseB):
 
     maps: LocalMaps  # type: ignore[assignment]
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return Training.identity(self)
 
     def maps_of_epoch(self, epoch: int) -> tuple[None, None]:

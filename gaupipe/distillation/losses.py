@@ -140,7 +140,7 @@ class TeacherMaps:
 
         return map_and_entropy
 
-    def _stored_block(self, layer: int) -> tuple:
+    def _stored_block(self, layer: int) -> tuple[Any, ...]:
         new_grid = self.grid if self.grid != tuple(self.stored.grid) else None
         heads = None if self.heads == "mean" else self.heads
         return self.layers[layer], heads, self.geometry, new_grid
@@ -241,7 +241,7 @@ class _MapTimesKeys(torch.autograd.Function):
     """P k [B, H, T, d_m] for keys k and a map P that is made again for the gradient; and H(P)."""
 
     @staticmethod
-    def forward(ctx, make_map: Remade, k: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, make_map: Remade, k: Tensor) -> tuple[Tensor, Tensor]:
         ctx.make_map = make_map
         maps, entropy = make_map()
         ctx.mark_non_differentiable(entropy)
@@ -249,7 +249,7 @@ class _MapTimesKeys(torch.autograd.Function):
         return torch.einsum("bhqk,bhkd->bhqd", maps.to(k.dtype), k), entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, Tensor]:
         maps = ctx.make_map()[0].to(grad.dtype)  # of one head, or of all
         return None, torch.einsum("bhqk,bhqd->bhkd", maps, grad)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import Attention
+from gaupipe.distillation.probe import Probe
 from gaupipe.distillation.student import MapShape
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import flatten
@@ -27,13 +28,15 @@ Kind = TypeVar("Kind", bound=Teacher | VitTeacher)
 
 @dataclass
 class TeacherJob(Generic[Kind]):
-    """A teacher on the data of a run; ``per_image`` is None for one without such parameters."""
+    """A teacher on the data of a run; ``per_image`` is None for one without such parameters, and
+    ``probe`` for one that predicts the classes itself, or none of them."""
 
     settings: Settings
     data: ImageData
     device: torch.device
     teacher: Kind
     per_image: ImageState | None = None
+    probe: Probe | None = None
 
     @property
     def shape(self) -> MapShape:
@@ -72,12 +75,14 @@ class TeacherJob(Generic[Kind]):
         )
         return self.sha256
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> dict[str, object]:
         """The teacher's settings in the attributes of its store, as JSON."""
         phase, data = self.settings.phase_a, self.settings.data
-        notes: dict[str, Any] = {"data": data.model_dump(mode="json", exclude={"buckets"})}
+        notes: dict[str, object] = {"data": data.model_dump(mode="json", exclude={"buckets"})}
         if isinstance(self.teacher, VitTeacher):
-            return {"teacher": phase.teacher, "predicts": self.teacher.predicts, **notes}
+            probe = self.probe is not None
+            predicts = probe or self.teacher.predicts
+            return {"teacher": phase.teacher, "predicts": predicts, "probe": probe, **notes}
         return {"mode": phase.mode, "label_passes": self.teacher.passes or 1, **notes}
 
 
@@ -107,7 +112,7 @@ def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
     )
 
 
-def identity(settings: Settings, data: ImageData) -> dict[str, Any]:
+def identity(settings: Settings, data: ImageData) -> dict[str, object]:
     """Every setting that phase A reads, and the data set."""
     of_phase = flatten(settings.without_student(), Scope.ANYTIME)
     return of_phase | {"the data set": data.sha256}

@@ -38,7 +38,7 @@ class TeacherTraining(Training):
     def label(self, folder: Path) -> str:
         return "phase A"
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return identity(self.settings, self.data)
 
     def ending(self, state: TrainingState[VisionTransformer], folder: Path) -> str:
@@ -58,6 +58,8 @@ def measure(job: VitJob) -> EpochMetrics:
         train = score_model(job.teacher, job.batches(job.data.train))
         train_loss, train_acc = train.loss, train.acc
         val_acc = score_model(job.teacher, job.batches(job.data.val)).acc
+    elif job.probe is not None:
+        val_acc = job.probe.accuracy
     rate = len(job.data.train) / (time.monotonic() - started)
     return {
         "epoch": 0,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -45,7 +45,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
         return parse(merged, "--set")
 
 
-def _for_model(tree: dict, given: dict) -> dict:
+def _for_model(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """A copy of a file's settings, without its attention where the settings ``given`` by a command
     name trained weights, which then keep theirs, but no attention."""
     tree = copy.deepcopy(tree)
@@ -59,7 +59,7 @@ def _for_model(tree: dict, given: dict) -> dict:
     return tree
 
 
-def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
+def with_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. What is set
     in ``train`` no longer differs in ``phase_b`` and ``baseline``, unless set there too. Raises
     UserError for text that is no such setting."""
@@ -72,7 +72,7 @@ def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
     return tree
 
 
-def _forget_other_trainings(tree: dict, given: dict) -> None:
+def _forget_other_trainings(tree: dict[str, Any], given: dict[str, Any]) -> None:
     """Takes out of ``phase_b`` and ``baseline`` what ``given`` sets in ``train``."""
     for name, _ in _leaves(given.get("train", {}), ""):
         *parents, leaf = name.split(".")[:2]  # keywords in optim.args are one setting
@@ -91,14 +91,14 @@ def load_merged(source: str | Path, overrides: Sequence[str]) -> Settings:
     return parse(_merged(tree, given), "--set")
 
 
-def _merged(tree: dict, changes: dict) -> dict:
+def _merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for name, value in changes.items():
         both = isinstance(value, dict) and isinstance(tree.get(name), dict)
         tree[name] = _merged(tree[name], value) if both else value
     return tree
 
 
-def parse(tree: dict, where: str) -> Settings:
+def parse(tree: dict[str, Any], where: str) -> Settings:
     """Validates a nested dict of settings; ``where`` names it in messages. Trained weights keep
     their attention, unless ``model.attention`` names another one. Raises UserError."""
     model = tree.get("model")
@@ -110,7 +110,7 @@ def parse(tree: dict, where: str) -> Settings:
         raise UserError(f"{where}: {problem(error, Settings)}") from None
 
 
-def _attention_of_weights(name: str) -> dict[str, Any]:
+def _attention_of_weights(name: str) -> dict[str, object]:
     """``attention`` and ``attention_options`` of trained weights, as the config.json of a
     ``local-dir:`` says; any other weights have standard attention. Empty for a model that is
     trained from the start."""
@@ -130,7 +130,7 @@ def dump(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
-def flatten(settings: Settings, *without: Scope) -> dict[str, Any]:
+def flatten(settings: Settings, *without: Scope) -> dict[str, object]:
     """{"a.b": value} of every setting, as JSON values, but for those of the scopes ``without``."""
     leaves = _leaves(settings.model_dump(mode="json"), "")
     return {name: value for name, value in leaves if scope(name) not in without}
@@ -181,7 +181,7 @@ def read_yaml(source: str | Path, kind: str = "") -> Any:
 class _StrictLoader(yaml.SafeLoader):
     """YAML that refuses a key given twice."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         mapping, seen = super().construct_mapping(node, deep), set()
         for key, _ in node.value if len(mapping) < len(node.value) else ():
             name = self.construct_object(key, deep=True)
@@ -203,7 +203,7 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _apply(tree: dict, override: str) -> None:
+def _apply(tree: dict[str, Any], override: str) -> None:
     where = f"--set {override!r}" if len(override) < 200 else f"--set '{override[:200]}...'"
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -232,7 +232,7 @@ def _is_text(key: str) -> bool:
     return str in kinds or Path in kinds
 
 
-def set_value(tree: dict, key: str, value: Any, where: str) -> None:
+def set_value(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Sets "a.b" in a nested dict. Raises UserError, naming ``where``, if "a" is a value."""
     *parents, leaf = key.split(".")
     for parent in parents:

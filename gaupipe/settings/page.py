@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from gaupipe.settings import Settings
 from gaupipe.settings.sections import Section, section_of
 
-KINDS = {"boolean": "true or false", "string": "text", "integer": "whole number"}
+TYPE_WORDS = {"boolean": "true or false", "string": "text", "integer": "whole number"}
 LIMITS = {
     "exclusiveMinimum": "above",
     "minimum": "at least",
@@ -103,7 +103,7 @@ def type_words(schema: dict[str, Any]) -> str:
     if {"minimum", "maximum"} <= schema.keys():
         limits = [f"from {schema['minimum']} to {schema['maximum']}"]
     kind = schema.get("format", schema["type"])
-    return f"{KINDS.get(kind, kind)} {' and '.join(limits)}".strip()
+    return f"{TYPE_WORDS.get(kind, kind)} {' and '.join(limits)}".strip()
 
 
 def _markdown(docstring: str) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -148,7 +147,7 @@ class ImageState:
             sha256s[number] = digest.hexdigest()
         return [sha256 for _, sha256 in sorted(distributed.all_gather_dict(sha256s).items())]
 
-    def save(self, folder: Path, moment: str) -> dict[str, Any]:
+    def save(self, folder: Path, moment: str) -> dict[str, dict[str, str]]:
         """Writes the committed parameters of every bucket to a file in ``folder``, beside those of
         earlier moments. Returns the sha256 of every file, of all ranks, by name, as :meth:`load`
         takes it. Raises RuntimeError for updates that :meth:`commit` has not committed."""
@@ -162,11 +161,11 @@ class ImageState:
         self.files = distributed.all_gather_dict(written)
         return {"buckets": self.files}
 
-    def load(self, folder: Path, saved: dict[str, Any]) -> None:
+    def load(self, folder: Path, saved: dict[str, dict[str, str]]) -> None:
         """Goes back to what :meth:`save` returned. Updates since then are forgotten, also a killed
         process's. Raises UserError for a file that is missing or damaged, and for records that have
         moved on; a rank compares the digests of its own buckets."""
-        files: dict[str, str] = saved["buckets"]
+        files = saved["buckets"]
         by_bucket = {int(name.split(".")[2]): name for name in files}
         for number, records in self.records.items():
             path = folder / by_bucket[number]

@@ -138,7 +138,7 @@ class Records:
             if not self.written.any() and not (self.place[used] == place).any():
                 os.ftruncate(descriptor, 0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         if self.written.any():
             raise RuntimeError("a checkpoint has committed records only: call commit() first")
         committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])

@@ -70,7 +70,7 @@ class Training:
         """The name of the training in lines and on the bar."""
         return f"{folder.name} (plain)"
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Settings, data and teacher that a checkpoint belongs to."""
         # the epoch to keep, the store and the trainings of other students may change
         changes = {

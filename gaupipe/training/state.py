@@ -32,7 +32,7 @@ class TrainingState(Generic[Network]):
     optim: OptimSettings
     precision: str = "float32"
     per_image: ImageState | None = None
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, object] = field(default_factory=dict)
     """Settings, data and teacher; a checkpoint with other ones is refused."""
     metrics: list[EpochMetrics] = field(default_factory=list)
     finished: bool = False

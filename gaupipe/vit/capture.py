@@ -79,7 +79,9 @@ class AttentionReader(TorchFunctionMode):
         super().__init__()
         self.see = see
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         output = None
         if func is scaled_dot_product_attention:
@@ -275,7 +277,9 @@ def _interface_of_transformers(captured: CapturedMaps) -> Iterator[None]:
     interface = utilities.AttentionInterface
     original = interface.get_interface
 
-    def get_interface(self: Any, implementation: str, default: Callable) -> Callable:
+    def get_interface(
+        self: Any, implementation: str, default: Callable[..., Any]
+    ) -> Callable[..., Any]:
         function = original(self, implementation, default)
         return _seen(function, str(implementation), captured)
 
@@ -286,7 +290,9 @@ def _interface_of_transformers(captured: CapturedMaps) -> Iterator[None]:
         interface.get_interface = original
 
 
-def _seen(function: Callable, implementation: str, captured: CapturedMaps) -> Callable:
+def _seen(
+    function: Callable[..., Any], implementation: str, captured: CapturedMaps
+) -> Callable[..., Any]:
     """An attention ``function`` of transformers that adds its map to those captured.
 
     sdpa and flex_attention are told by their arguments, and every other one by what it calls, as

@@ -16,7 +16,7 @@ from gaupipe.system.errors import UserError
 Model = TypeVar("Model", bound=VisionTransformer)
 
 
-def convert(model: Model, attention: str, **options) -> Model:
+def convert(model: Model, attention: str, **options: Any) -> Model:
     """A copy of a timm ``VisionTransformer`` (DeiT, DINOv2, class and register tokens, qk-norm and
     gates included), pretrained or not, with its attention swapped for another of
     :data:`gaupipe.attention.ATTENTION`, every common weight kept.
@@ -63,7 +63,7 @@ def convert(model: Model, attention: str, **options) -> Model:
 
 
 def swap(
-    old: Any, attention_type: type[StudentAttention], options: dict, where: str
+    old: Any, attention_type: type[StudentAttention], options: dict[str, Any], where: str
 ) -> StudentAttention:
     """An attention of another class that shares the modules of ``old``. Raises UserError, naming
     ``where``, for a class that it does not know."""

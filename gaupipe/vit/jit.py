@@ -36,7 +36,7 @@ class Modulation(nn.Module):
     no noise and is not told the class, so here it is the same for all images: a learned vector [d].
     """
 
-    def __init__(self, dim: int, vectors: int, device=None, dtype=None) -> None:
+    def __init__(self, dim: int, vectors: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.condition = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.modulation = nn.Linear(dim, vectors * dim, device=device, dtype=dtype)
@@ -56,7 +56,7 @@ class Modulation(nn.Module):
 class ModulatedNorm(Modulation):
     """RMSNorm of tokens [B, T, d], which are then scaled and shifted."""
 
-    def __init__(self, dim: int, device=None, dtype=None) -> None:
+    def __init__(self, dim: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__(dim, 2, device, dtype)
         self.norm = RmsNorm(dim, device=device, dtype=dtype)
 
@@ -68,7 +68,7 @@ class ModulatedNorm(Modulation):
 class ModulatedGate(Modulation):
     """The update [B, T, d] of a branch times a gate [d], which is 0 at the start."""
 
-    def __init__(self, dim: int, device=None, dtype=None) -> None:
+    def __init__(self, dim: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__(dim, 1, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class JiTBlock(Block):
     ls1: Any
     ls2: Any
 
-    def __init__(self, dim: int, num_heads: int, **kwargs) -> None:
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         placed = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.norm1 = ModulatedNorm(dim, **placed)
@@ -95,7 +95,9 @@ class BottleneckEmbed(PatchEmbed):
 
     proj: Any
 
-    def __init__(self, *, embed_dim: int, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self, *, embed_dim: int, device: Any = None, dtype: Any = None, **kwargs: Any
+    ) -> None:
         placed = dict(device=device, dtype=dtype)
         super().__init__(embed_dim=BOTTLENECK, **{**kwargs, **placed, "bias": False})
         widen = nn.Conv2d(BOTTLENECK, embed_dim, kernel_size=1, **placed)
@@ -132,7 +134,7 @@ class JiT(GauViT):
     those with which a token has no place on the grid: raises UserError for both.
     """
 
-    def __init__(self, **kwargs) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         parts: dict[str, Any] = dict(
             norm_layer=RmsNorm,
             mlp_layer=SwiGLU,
@@ -159,7 +161,7 @@ class JiT(GauViT):
                 attention.k_norm = RotaryNorm(attention.k_norm, grid)
 
     @torch.no_grad()
-    def init_weights(self, *args, **kwargs) -> None:
+    def init_weights(self, *args: Any, **kwargs: Any) -> None:
         """timm's start, but the position embedding is one of sines and cosines."""
         super().init_weights(*args, **kwargs)
         assert self.pos_embed is not None
@@ -172,7 +174,7 @@ default_cfgs = generate_default_cfgs(
 
 
 @register_model
-def gauvit_jit_base_patch16_256(pretrained: bool = False, **kwargs) -> JiT:
+def gauvit_jit_base_patch16_256(pretrained: bool = False, **kwargs: Any) -> JiT:
     """JiT-B/16 as a classifier (*Belief2, 4.2 and table 1*): 128.8 M parameters, 256 tokens."""
     ratio = 8 / 3  # SwiGLU has three matrices: as many parameters as an FFN of ratio 4 has in two
     sizes = dict(embed_dim=768, depth=12, num_heads=12, mlp_ratio=ratio)

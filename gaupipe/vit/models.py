@@ -8,6 +8,7 @@ images, L blocks, H heads, T tokens, d model width.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,8 @@ from timm.models import (
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from gaupipe.attention import ATTENTION
-from gaupipe.attention.base import choice
+from gaupipe.attention import ATTENTION, STUDENTS
+from gaupipe.attention.base import StudentAttention, choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
 from gaupipe.vit.stem import FIRST_CONV, STEMS
@@ -40,10 +41,23 @@ TIMM_ARGUMENTS = {
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
 
 
+def register(name: str, attention: type[StudentAttention]) -> None:
+    """Makes an attention of one's own known under a ``name``, as those of gaupipe are: to timm as
+    ``gau_NAME``, to settings and commands as NAME. Raises UserError for a name that is taken, and
+    for what is no :class:`gaupipe.attention.base.StudentAttention`."""
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise UserError(f"register {name!r}: should be lower-case letters, digits and _")
+    if name in STUDENTS:
+        raise UserError(f"register {name!r}: gaupipe has an attention of this name: choose another")
+    if not (isinstance(attention, type) and issubclass(attention, StudentAttention)):
+        raise UserError(f"register {name!r}: {attention!r} should be a StudentAttention")
+    ATTENTION[name] = vision_transformer.ATTN_LAYERS[f"gau_{name}"] = attention
+
+
 class ReZero(nn.Module):
     """Multiplies by a learned scalar that starts at 0 (*ReZero baseline*: x + a * f(x))."""
 
-    def __init__(self, device=None, dtype=None) -> None:
+    def __init__(self, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
 
@@ -54,7 +68,7 @@ class ReZero(nn.Module):
 class ReZeroBlock(Block):
     """timm's block without normalisation, each branch behind a scalar that starts at 0."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.norm1, self.norm2 = nn.Identity(), nn.Identity()
         for scale in ("ls1", "ls2"):
@@ -71,7 +85,7 @@ class NoFFN(nn.Module):
 def without_ffn(block_class: Callable[..., Block]) -> Callable[..., Block]:
     """A ``block_fn`` for timm: blocks of ``block_class`` that consist of their attention only."""
 
-    def block_fn(*args, **kwargs) -> Block:
+    def block_fn(*args: Any, **kwargs: Any) -> Block:
         block = block_class(*args, **{**kwargs, "mlp_ratio": 1})
         block.norm2 = block.ls2 = block.drop_path2 = nn.Identity()
         block.mlp = NoFFN()
@@ -95,11 +109,11 @@ class GauViT(VisionTransformer):
     def __init__(
         self,
         attention: str = "standard",
-        attention_options: dict | None = None,
+        attention_options: dict[str, Any] | None = None,
         rezero: bool = False,
         match_params: bool = False,
         stem: str = "patch",
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         options = dict(attention_options or {})
         attention_type = attention_class(attention)
@@ -140,7 +154,7 @@ class GauViT(VisionTransformer):
         return {*super().no_weight_decay(), *self.priors()}
 
 
-def grid_of(arguments: dict) -> tuple[int, int] | None:
+def grid_of(arguments: dict[str, Any]) -> tuple[int, int] | None:
     """(h, w) in tokens by the arguments of timm's ``VisionTransformer``; None where images may have
     any size."""
     if arguments["img_size"] is None or arguments["dynamic_img_size"]:
@@ -149,7 +163,7 @@ def grid_of(arguments: dict) -> tuple[int, int] | None:
     return height // patch[0], width // patch[1]
 
 
-def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
+def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict[str, Any]) -> float:
     """The FFN's width, over d, at which a block with this attention has as many parameters as one
     with the standard attention; 0 where nothing is left of the FFN.
 
@@ -187,7 +201,7 @@ def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
     return (nearest + 0.5) / dim if nearest else 0
 
 
-def config_of(size: int, num_classes: int) -> dict:
+def config_of(size: int, num_classes: int) -> dict[str, Any]:
     """timm's configuration of a model without trained weights."""
     return dict(
         input_size=(3, size, size),
@@ -215,8 +229,8 @@ default_cfgs = generate_default_cfgs(
 def create_gauvit(
     variant: str,
     pretrained: bool,
-    preset: dict,
-    given: dict,
+    preset: dict[str, Any],
+    given: dict[str, Any],
     model_class: type[GauViT] = GauViT,
 ) -> Any:
     """A model of timm's registry: its ``preset`` keywords, those ``given`` in their place."""
@@ -235,21 +249,21 @@ def create_gauvit(
 
 
 @register_model
-def gauvit_atto_patch4_32(pretrained: bool = False, **kwargs) -> GauViT:
+def gauvit_atto_patch4_32(pretrained: bool = False, **kwargs: Any) -> GauViT:
     """GauViT-Atto (*GauTransformer, table 1*): 6.3 M parameters, 64 tokens, CIFAR sizes."""
     preset = dict(img_size=32, patch_size=4, embed_dim=384, depth=7, num_heads=12, mlp_ratio=1)
     return create_gauvit("gauvit_atto_patch4_32", pretrained, preset, kwargs)
 
 
 @register_model
-def gauvit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> GauViT:
+def gauvit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> GauViT:
     """GauViT-Tiny (*GauTransformer, table 1*): 29.9 M parameters, 196 tokens, ImageNet sizes."""
     preset = dict(img_size=224, patch_size=16, embed_dim=768, depth=8, num_heads=12, mlp_ratio=1)
     return create_gauvit("gauvit_tiny_patch16_224", pretrained, preset, kwargs)
 
 
 @register_model
-def gauvit_pico_patch2_8(pretrained: bool = False, **kwargs) -> GauViT:
+def gauvit_pico_patch2_8(pretrained: bool = False, **kwargs: Any) -> GauViT:
     """GauViT-Pico (ours): under 0.3 M parameters, 16 tokens, for the 8 x 8 digits."""
     preset = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
     return create_gauvit("gauvit_pico_patch2_8", pretrained, preset, kwargs)
@@ -260,8 +274,8 @@ def gauvit_converted(
     pretrained: bool = False,
     base: str = "deit_small_patch16_224",
     attention: str = "standard",
-    attention_options: dict | None = None,
-    **kwargs,
+    attention_options: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> VisionTransformer:
     """Any of timm's entrypoints of a ``VisionTransformer``, ``base``, with another attention and
     its options. What :func:`gaupipe.models.convert` makes of a timm model is saved under this

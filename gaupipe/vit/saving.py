@@ -40,7 +40,7 @@ def save_student(
     model: nn.Module,
     folder: str | Path,
     label_names: list[str] | None = None,
-    **data_config,
+    **data_config: Any,
 ) -> None:
     """Writes a folder for ``timm.create_model("local-dir:FOLDER", pretrained=True)``: config.json,
     with a digest of both files, and model.safetensors. An older student is replaced as a whole, and
@@ -123,7 +123,7 @@ def class_names(model: Any, count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
+def architecture_of(model: VisionTransformer) -> tuple[str, dict[str, Any]]:
     """(timm architecture, model_args) that rebuild a model, a stock one where possible."""
     now: dict[str, Any] = dict(
         img_size=list(model.patch_embed.img_size),

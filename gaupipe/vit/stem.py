@@ -110,11 +110,11 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over all ranks; each rank's part has a share in every rank's loss."""
 
     @staticmethod
-    def forward(ctx, values: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor) -> Tensor:
         return distributed.all_reduce_sum(values)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return distributed.all_reduce_sum(grad)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -19,7 +19,7 @@ def print_rich(*renderables: Any) -> None:
         Console().print(renderable)
 
 
-def show(values: dict[str, Any], as_json: bool, tables: Callable[[Any], Iterable]) -> None:
+def show(values: Mapping[str, Any], as_json: bool, tables: Callable[[Any], Iterable]) -> None:
     """Prints named values as JSON or as ``tables``."""
     if as_json:
         print(json.dumps(values))
@@ -27,7 +27,7 @@ def show(values: dict[str, Any], as_json: bool, tables: Callable[[Any], Iterable
         print_rich(*tables(values))
 
 
-def report(values: dict[str, Any], as_json: bool) -> None:
+def report(values: Mapping[str, Any], as_json: bool) -> None:
     """Prints named values as JSON, or as a line each, with at most four decimals."""
     if as_json:
         print(json.dumps(values))
@@ -39,7 +39,7 @@ def report(values: dict[str, Any], as_json: bool) -> None:
         print(f"{name:<{width}} {value}")
 
 
-def single_values(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def single_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(name, value) of each value; those of a dictionary are named as settings are, such as
     ``data.name``."""
     for name, value in values.items():

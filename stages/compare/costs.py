@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -34,6 +34,13 @@ FORWARDS = 3
 """Forward passes that a training step counts as: backward there are two products for each one."""
 
 
+class Costs(TypedDict):
+    parameters: NotRequired[int]
+    """Of a student."""
+    multiply_adds: int
+    processor_seconds: float
+
+
 def multiply_adds(work: Callable[[], Any]) -> int:
     """Multiply-adds of the matrix products, convolutions and attentions in a call."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -41,7 +48,7 @@ def multiply_adds(work: Callable[[], Any]) -> int:
     return counter.get_total_flops() // 2
 
 
-def student_costs(training: Training, metrics: list[EpochMetrics]) -> dict[str, Any]:
+def student_costs(training: Training, metrics: list[EpochMetrics]) -> Costs:
     """``parameters`` of a trained student, and ``multiply_adds`` and ``processor_seconds`` of its
     epochs, which have the entries ``metrics``."""
     settings = training.settings.model_copy(update={"compile": False})
@@ -73,9 +80,7 @@ def student_costs(training: Training, metrics: list[EpochMetrics]) -> dict[str, 
     }
 
 
-def phase_a_costs(
-    training: Training, metrics: list[EpochMetrics], export_seconds: float
-) -> dict[str, Any]:
+def phase_a_costs(training: Training, metrics: list[EpochMetrics], export_seconds: float) -> Costs:
     """``multiply_adds`` and ``processor_seconds`` of the teacher's epochs, which have the entries
     ``metrics``, and of the export of its maps for this training."""
     settings = as_teacher(training.settings)

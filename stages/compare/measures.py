@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from scipy.stats import ttest_1samp
@@ -17,8 +17,15 @@ from scipy.stats import ttest_1samp
 LEVEL = 0.05
 
 
-def spread(values: Sequence[float | None]) -> dict[str, float | None]:
-    """Mean and sample standard deviation ("mean", "std") over seeds. Both are None where a seed has
+class Spread(TypedDict):
+    """Mean and sample standard deviation over seeds."""
+
+    mean: float | None
+    std: float | None
+
+
+def spread(values: Sequence[float | None]) -> Spread:
+    """The spread of one value a seed. Both are None where a seed has
     no value; a single value has no standard deviation."""
     numbers = [value for value in values if value is not None]
     if not numbers or len(numbers) < len(values):
@@ -41,7 +48,7 @@ def first_passages(
     reference: Sequence[Mapping[str, Any]],
     target: float | None = None,
     share: float = 1.0,
-) -> dict[str, Any]:
+) -> dict[str, int | Spread]:
     """First passages of the runs of a row, next to those of the reference with the same seeds.
 
     The accuracy to pass is ``target``, or the ``share`` of the final accuracy of the reference's
@@ -71,12 +78,29 @@ def first_passages(
             values.setdefault(f"epochs{suffix}", []).append(total)
             values.setdefault(f"speedup{suffix}", []).append(speedup)
     reached = sum(epochs is not None for epochs in values["epochs"])
-    return {"reached": reached} | {name: spread(numbers) for name, numbers in values.items()}
+    return {"reached": reached, **{name: spread(numbers) for name, numbers in values.items()}}
 
 
-def difference(values: Sequence[float]) -> dict[str, Any]:
-    """The mean of one difference a seed, the ends of its 95 % interval of Student's t ("low",
-    "high"), and "p", two-sided, of a mean of zero (paired t-test).
+class Difference(TypedDict):
+    """The ``mean`` of one difference a seed, the ends of its 95 % interval of Student's t, and
+    ``p``, two-sided, of a mean of zero (paired t-test)."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    p: float | None
+
+
+class Verdict(Difference):
+    holm: float | None
+    """``p`` after Holm's correction within the table."""
+    verdict: str
+    """``confirmed`` where Holm's test excludes zero, ``supported`` where the interval does, else
+    ``not decided``."""
+
+
+def difference(values: Sequence[float]) -> Difference:
+    """The difference of two rows from one difference a seed.
 
     All but the mean are None with a single seed, and where the difference is the same with every
     seed, by so many images: its spread is then not known.
@@ -88,12 +112,10 @@ def difference(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": fmean(values), "low": low, "high": high, "p": float(test.pvalue)}
 
 
-def differences(table: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
-    """:func:`difference` of each row of a table, with "holm", p after Holm's correction within the
-    table, and a "verdict": "confirmed" where Holm's test excludes zero, "supported" where the
-    interval does, else "not decided"."""
-    result = {
-        name: difference(values) | {"holm": None, "verdict": "not decided"}
+def differences(table: Mapping[str, Sequence[float]]) -> dict[str, Verdict]:
+    """:func:`difference` of each row of a table, and what the table as a whole says of it."""
+    result: dict[str, Verdict] = {
+        name: {**difference(values), "holm": None, "verdict": "not decided"}
         for name, values in table.items()
     }
     tested = sorted((row["p"], name) for name, row in result.items() if row["p"] is not None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe.system.errors import UserError
-from stages.compare.measures import differences, first_passages, front, spread
+from stages.compare.measures import Spread, differences, first_passages, front, spread
 from stages.compare.rows import BASELINE
 from stages.compare.trainings import Training
 
@@ -78,7 +78,7 @@ def _row(trainings: Sequence[Training], outcomes: Mapping[Path, Any]) -> dict[st
     }
 
 
-def final_values(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def final_values(runs: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
     """How the runs of a row ended, and what they cost, phase A counted, as :func:`spread`. The test
     split's accuracy is there only with ``--test``."""
     values = {

@@ -46,7 +46,7 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
     model = base.model
     first = students[0]
 
-    def student(attention: str) -> dict[str, Any]:
+    def student(attention: str) -> dict[str, object]:
         options: dict[str, Any] = {}
         if attention == model.attention:  # another attention would refuse them
             options = model.attention_options

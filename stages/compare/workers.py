@@ -185,7 +185,7 @@ def _logged(log: Path) -> Iterator[None]:
         yield
 
 
-def score_test_split(training: Training) -> dict[str, float]:
+def score_test_split(training: Training) -> evaluate.Metrics:
     """Scores a finished student on the test split."""
     data = load_data(training.settings.data)
     student = timm.create_model(f"local-dir:{training.folder / 'student'}", pretrained=True).eval()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -33,9 +33,50 @@ from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import class_names, saved_sha256
 from stages import phase_a, predict
 from stages.evaluate import confusion as figure
-from stages.evaluate.by_class import by_class, labelled
+from stages.evaluate.by_class import ByClass, by_class, labelled
 from stages.runs import kept_epochs, ranks
 from stages.runs.trained import TrainedStudent, check_data, load_student, open_maps
+
+
+class Metrics(TypedDict):
+    """How good predictions are."""
+
+    top1: float
+    top1_interval: tuple[float, float]
+    top5: NotRequired[float]
+    """Of more than ten classes."""
+    loss: float
+    """Cross-entropy."""
+    calibration_error: float
+
+
+class BesideTeacher(TypedDict, total=False):
+    """A teacher that knows unseen images, on the same split; ``no_teacher`` says why it is not
+    there."""
+
+    teacher_top1: float
+    teacher_loss: float
+    same_class_as_teacher: float
+    no_teacher: str
+
+
+class Agreement(TypedDict, total=False):
+    """Student and teacher on training images."""
+
+    teacher_images: int
+    teacher_agreement: float
+    """Share of the images of which both predict the same class."""
+    map_kl: list[float | None]
+    """KL of each block's map from the teacher's, None for a block without one."""
+
+
+class Scores(Metrics, BesideTeacher, Agreement, ByClass):
+    student: str
+    split: str
+    images: int
+    epoch: int
+    """That the student is of, from 1."""
+
 
 TEACHER_IMAGES = 4096
 """Training images, evenly spaced, on which student and teacher are compared."""
@@ -50,7 +91,7 @@ def run(
     distilled: bool | None = None,
     out: Path | None = None,
     confusion: Path | None = None,
-) -> dict[str, Any]:
+) -> Scores:
     """Accuracy with its 95 % interval, cross-entropy and calibration error on a split, or on the
     images of a ``folder`` with a folder for each class; the accuracy of each class, the confusion
     matrix (a row for each class, a column for each prediction) and the most confident mistakes.
@@ -83,20 +124,24 @@ def run(
     same = {f"{student.folder / 'student'}, sha256": saved_sha256(student.folder / "student")}
     distributed.check_same(same, "should be the same student everywhere")
     logits, labels = predictions(student.model, images, data, student.settings)
-    scores: dict[str, Any] = {
+    teacher: BesideTeacher = {}
+    if folder is None:
+        teacher = beside_teacher(student, images, data, logits)
+    agreement: Agreement = {}
+    if maps is not None:
+        agreement = teacher_agreement(student.model, maps, data, student.settings)
+    names = class_names(student.model, data.num_classes)
+    rows = labelled(logits, labels, images, names)
+    scores: Scores = {
         "student": student.name,
         "split": split if folder is None else str(folder),
         "images": len(images),
         "epoch": kept_epochs.entry(student.folder)["epoch"],
+        **metrics(logits, labels),
+        **teacher,
+        **agreement,
+        **by_class(rows, names),
     }
-    scores |= metrics(logits, labels)
-    if folder is None:
-        scores |= beside_teacher(student, images, data, logits)
-    if maps is not None:
-        scores |= teacher_agreement(student.model, maps, data, student.settings)
-    names = class_names(student.model, data.num_classes)
-    rows = labelled(logits, labels, images, names)
-    scores |= by_class(rows, names)
     if out is not None and distributed.is_main():
         predict.write(rows, out)
     if confusion is not None and distributed.is_main():
@@ -143,7 +188,7 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
 @torch.inference_mode()
 def beside_teacher(
     student: TrainedStudent, images: Split, data: ImageData, logits: Tensor
-) -> dict[str, Any]:
+) -> BesideTeacher:
     """Top-1 accuracy and cross-entropy of the teacher on the split, and the share of images whose
     class it predicts as ``logits`` [N, C] do. For a teacher that knows unseen images: a trained ViT
     with predictions.
@@ -195,7 +240,7 @@ def predictions(
     return logits[order], labels[order]
 
 
-def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, Any]:
+def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> Metrics:
     """top1 and its 95 % interval, top5 (of more than ten classes), loss (cross-entropy) and
     calibration_error of logits [N, C] for labels [N].
 
@@ -209,21 +254,21 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, Any]:
     # the mean of a bin times its share of the images is the bin's sum over their number
     gaps = torch.zeros(bins + 1).double().index_add(0, which, right.double() - confidence.double())
     top1 = right.double().mean().item()
-    scores: dict[str, Any] = {
+    scores: Metrics = {
         "top1": top1,
         "top1_interval": wilson_interval(top1, len(labels)),
+        "loss": cross_entropy(logits, labels, reduction="sum").item() / len(labels),
+        "calibration_error": gaps.abs().sum().item() / len(labels),
     }
     if logits.shape[-1] > 10:
         scores["top5"] = best.any(-1).double().mean().item()
-    scores["loss"] = cross_entropy(logits, labels, reduction="sum").item() / len(labels)
-    scores["calibration_error"] = gaps.abs().sum().item() / len(labels)
     return scores
 
 
 @torch.inference_mode()
 def teacher_agreement(
     student: VisionTransformer, maps: store.Store, data: ImageData, settings: Settings
-) -> dict[str, Any]:
+) -> Agreement:
     """Over training images: the share on which student and teacher predict the same class, and
     the KL of each block's map from the teacher's (teacher first, mean over images, heads and
     queries; null for a block without one)."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict
 
 from rich.markup import escape
 from rich.table import Column, Table
 from torch import Tensor
 
 from gaupipe.data.splits import Split
-from stages.predict import Prediction, as_row, most_probable
+from stages.predict import Prediction, Row, as_row, most_probable
 
 MISTAKES = 10
 """Mistakes in the scores."""
@@ -34,9 +34,26 @@ def labelled(
     ]
 
 
-def by_class(rows: Sequence[Prediction], names: Sequence[str]) -> dict[str, Any]:
-    """Of each class its images and their accuracy, None without images; the confusion matrix, a
-    row for each class and a column for each prediction; and the most confident mistakes."""
+ClassScore = TypedDict("ClassScore", {"class": str, "images": int, "top1": float | None})
+"""The images of a class and their accuracy, None without images."""
+
+
+class Mistake(Row):
+    """An image whose class was not predicted: its number in the split, and what was."""
+
+    image: int
+
+
+class ByClass(TypedDict):
+    classes: list[ClassScore]
+    confusion: list[list[int]]
+    """A row for each class, a column for each prediction."""
+    mistakes: list[Mistake]
+    """The most confident ones first."""
+
+
+def by_class(rows: Sequence[Prediction], names: Sequence[str]) -> ByClass:
+    """The accuracy of each class, the confusion matrix and the mistakes."""
     from sklearn.metrics import confusion_matrix
 
     predicted = [row.classes[0][0] for row in rows]
@@ -54,12 +71,12 @@ def by_class(rows: Sequence[Prediction], names: Sequence[str]) -> dict[str, Any]
     }
 
 
-def summary(scores: dict[str, Any]) -> dict[str, Any]:
+def summary(scores: Mapping[str, Any]) -> dict[str, object]:
     """The scores of :func:`run` that take a line each."""
     return {name: score for name, score in scores.items() if name not in IN_TABLES}
 
 
-def tables(scores: dict[str, Any]) -> Iterator[Table | str]:
+def tables(scores: ByClass) -> Iterator[Table | str]:
     """The accuracy of each class, the worst first, and the most confident mistakes."""
     yield ""
     yield class_table(scores)
@@ -77,14 +94,14 @@ def tables(scores: dict[str, Any]) -> Iterator[Table | str]:
         yield mistake_table(scores["mistakes"])
 
 
-def class_table(scores: dict[str, Any]) -> Table:
+def class_table(scores: ByClass) -> Table:
     """Classes with images, of which the worst, and the class that each is most often taken for."""
     numbers = (Column(name, justify="right") for name in ("images", "top1"))
     shown = Table("class", *numbers, "most often taken for", box=None, pad_edge=False)
     names = [entry["class"] for entry in scores["classes"]]
     rows = zip(scores["classes"], scores["confusion"], strict=True)
     seen = [(entry, row) for entry, row in rows if entry["images"]]
-    for entry, row in sorted(seen, key=lambda pair: pair[0]["top1"])[:SHOWN_CLASSES]:
+    for entry, row in sorted(seen, key=lambda pair: pair[0]["top1"] or 0.0)[:SHOWN_CLASSES]:
         counts = zip(row, names, strict=True)
         most, other = max((count, name) for count, name in counts if name != entry["class"])
         taken = f"{other} ({most:,})" if most else ""
@@ -94,7 +111,7 @@ def class_table(scores: dict[str, Any]) -> Table:
     return shown
 
 
-def mistake_table(mistakes: list[dict[str, Any]]) -> Table:
+def mistake_table(mistakes: list[Mistake]) -> Table:
     """Images with their class, and the class that was predicted with its probability."""
     image = Column("most confident mistakes", overflow="fold")
     probability = Column("probability", justify="right")

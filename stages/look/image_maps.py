@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -39,6 +39,15 @@ CPU = torch.device("cpu")
 Forward = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
 """Images [B, channels, height, width] -> logits [B, C] and for each block the map [B, H, P + T,
 P + T]."""
+
+
+class MapsPrediction(TypedDict):
+    """The class that a model predicts beside its maps; None of a model without classes."""
+
+    predicted: int | None
+    probability: float | None
+    likely: list[int]
+    """The most likely classes, the likeliest first."""
 
 
 @dataclass
@@ -73,9 +82,8 @@ class ImageMaps:
             return []
         return ["class", *(f"register {number}" for number in range(1, self.prefix))]
 
-    def prediction(self, most: int = 1) -> dict[str, Any]:
-        """The predicted class, its probability, and the ``most`` likely classes; None and none of a
-        model without classes."""
+    def prediction(self, most: int = 1) -> MapsPrediction:
+        """The predicted class, and the ``most`` likely ones."""
         if self.logits is None:
             return {"predicted": None, "probability": None, "likely": []}
         probabilities = self.logits.float().softmax(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ SHADES = " .:+#"
 """From no attention to the most of the map, where a terminal has no colours."""
 
 
-def summary(url: str | None, run_dir: Path | None = None) -> dict[str, Any]:
+def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
     """Kind, shapes, size on disk, bytes an image and whether the store is complete. Without a
     ``url`` the store is that of the run."""
     url = _store(url, run_dir)
@@ -61,6 +61,26 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, Any]:
     }
 
 
+class Seen(TypedDict):
+    """The map of one image as plain numbers for JSON: lists of h lists of w weights."""
+
+    image: int
+    label: int | None
+    predicted: int | None
+    probability: float | None
+    by: str
+    layer: int
+    head: str | int
+    query: str | int
+    grid: list[int]
+    gaussian: list[float] | None
+    map: list[list[float]]
+    teacher: list[list[float]] | None
+    kl: float | None
+    extra: NotRequired[dict[str, float]]
+    no_teacher: NotRequired[str]
+
+
 def attention(
     image: int,
     *,
@@ -72,7 +92,7 @@ def attention(
     query: str | None = None,
     view: int = 0,
     png: str | None = None,
-) -> dict[str, Any]:
+) -> Seen:
     """The map of one training image, block (None is the last), head (or ``mean``) and query (or
     ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), as plain
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
@@ -107,7 +127,7 @@ def attention(
     whole = mean(rows)  # [P + T]
     predicted = seen.prediction()
     numbered = query != "mean" and query not in seen.extra
-    shown: dict[str, Any] = {
+    shown: Seen = {
         "image": image,
         "label": seen.label,
         "predicted": predicted["predicted"],
@@ -174,7 +194,7 @@ def look(
     return seen, lambda: image_pixels(live.data, image, views, view), block
 
 
-def heat_map(seen: dict[str, Any]) -> Group:
+def heat_map(seen: Seen) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
     brackets; of a student with the teacher's map on its right."""
     model = seen["by"].rsplit("/", 1)[-1]
@@ -216,14 +236,16 @@ def heat_map(seen: dict[str, Any]) -> Group:
     return Group(*lines)
 
 
-def most_of(seen: dict[str, Any]) -> float:
+def most_of(seen: Seen) -> float:
     """The largest weight of the map of :func:`attention` and of the teacher's beside it, which are
     drawn on one scale."""
-    maps = [seen[name] for name in ("map", "teacher") if seen[name] is not None]
-    return float(max(map(np.max, maps)))
+    most = float(np.max(seen["map"]))
+    if seen["teacher"] is not None:
+        most = max(most, float(np.max(seen["teacher"])))
+    return most
 
 
-def shaded(weights: np.ndarray, seen: dict[str, Any], top: float) -> list[Text]:
+def shaded(weights: np.ndarray, seen: Seen, top: float) -> list[Text]:
     """A line for each row of a map [h, w]; the last of :data:`SHADES` is for ``top``."""
     query = None
     if isinstance(seen["query"], int):  # not the mean, nor a class token
@@ -243,7 +265,7 @@ def shaded(weights: np.ndarray, seen: dict[str, Any], top: float) -> list[Text]:
     return lines
 
 
-def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
+def draw(pixels: np.ndarray, seen: Seen, path: Path) -> None:
     """A PNG of the image, uint8 [height, width, C], and beside it the image with the map over it;
     of a student also with the teacher's."""
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
@@ -116,7 +116,7 @@ class RunDirectory:
             raise UserError(f"{self.config} is empty: restore it from a copy, or start another run")
         return config.load(self.config)
 
-    def differences(self, name: str, distilled: bool = True) -> dict[str, Any]:
+    def differences(self, name: str, distilled: bool = True) -> dict[str, object]:
         """{"a.b": value} of the settings in which a student differs from the run."""
         student = self.student_settings(name, distilled)
         values = config.flatten(student)

@@ -7,7 +7,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from timm.models.vision_transformer import VisionTransformer
 
@@ -38,11 +38,16 @@ def save(job: Training, state: TrainingState[VisionTransformer], folder: Path) -
             save_student(students[name], folder / name, **data.data_config)
         elif (folder / name).is_dir():
             shutil.rmtree(folder / name)
-    entry = {"epoch": best if keep == "best" else last, "keep": keep, "best": best, "last": last}
-    # no digest until the weights are there: a reader sees that this was interrupted
-    _write(folder, {**entry, "sha256": None})
+    kept: KeptEpoch = {
+        "epoch": best if keep == "best" else last,
+        "keep": keep,
+        "best": best,
+        "last": last,
+        "sha256": None,  # until the weights are there: a reader sees that this was interrupted
+    }
+    _write(folder, kept)
     save_student(student, folder / "student", **data.data_config)
-    _write(folder, {**entry, "sha256": _noted(folder)})
+    _write(folder, {**kept, "sha256": _noted(folder)})
 
 
 def finished(folder: Path) -> bool:
@@ -52,10 +57,23 @@ def finished(folder: Path) -> bool:
     return False
 
 
-def entry(folder: Path, epochs: int | None = None) -> dict[str, Any]:
-    """The content of student.json: its "epoch" is the number, from 1, that ``folder``/student is
-    of. Raises UserError for a file that is damaged or of other weights, and where the training had
-    another number of ``epochs``: files of two trainings were copied into one folder."""
+class KeptEpoch(TypedDict):
+    """student.json. Epochs count from 1."""
+
+    epoch: int
+    """That ``student`` is of."""
+    keep: str
+    """``best`` or ``last``, as it was asked."""
+    best: int
+    last: int
+    sha256: str | None
+    """Of the weights; None while they are written."""
+
+
+def entry(folder: Path, epochs: int | None = None) -> KeptEpoch:
+    """The content of student.json. Raises UserError for a file that is damaged or of other weights,
+    and where the training had another number of ``epochs``: files of two trainings were copied into
+    one folder."""
     path = folder / FILE
     try:
         entry = json.loads(path.read_bytes())
@@ -78,7 +96,7 @@ def entry(folder: Path, epochs: int | None = None) -> dict[str, Any]:
     return entry
 
 
-def _write(folder: Path, entry: dict[str, Any]) -> None:
+def _write(folder: Path, entry: KeptEpoch) -> None:
     write_whole(folder / FILE, json.dumps(entry) + "\n")
 
 

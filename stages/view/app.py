@@ -3,7 +3,7 @@ files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 PNG = b"\x89PNG"
-Answer = Callable[[SimpleNamespace], dict | bytes]
+Answer = Callable[[SimpleNamespace], Mapping[str, Any] | bytes]
 
 
 async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Response:
@@ -91,7 +91,7 @@ def make_app(viewer: Viewer) -> Starlette:
 
 def respond(answer: Answer, request: Request) -> Response:
     content = answer(asked(request))
-    if isinstance(content, dict):
+    if not isinstance(content, bytes):
         return JSONResponse(content)
     if content.startswith(PNG):
         keep = {"Cache-Control": "private, max-age=3600"}  # the address names the server

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -22,6 +22,25 @@ PAGE = 60
 """Images of a page."""
 READERS = 8
 """Shards that are read at the same time."""
+
+
+class Item(TypedDict):
+    """An image of a page, as far as it is known."""
+
+    id: int
+    label: NotRequired[int]
+    predicted: NotRequired[int]
+    probability: NotRequired[float]
+    title: NotRequired[str]
+
+
+class Page(TypedDict):
+    """Some images of the ``total`` in an order; ``items`` is None while that is not known."""
+
+    items: list[Item] | None
+    total: int
+    page: int
+    size: int
 
 
 class Predictions(NamedTuple):
@@ -83,25 +102,22 @@ class Gallery:
         self.all = Predictions(*map(np.concatenate, zip(*columns, strict=True)))
         self.labels = self.all.labels if self.labelled else None
 
-    def page(self, order: str = "id", label: int | None = None, number: int = 0) -> dict[str, Any]:
-        """One page of images: ``items`` with id and, as far as they are known, label, predicted
-        and probability, and the ``total`` in this order. ``items`` is None while the order is not
-        known. Raises UserError for an order or a class that there is not."""
+    def page(self, order: str = "id", label: int | None = None, number: int = 0) -> Page:
+        """One page of images. Raises UserError for an order or a class that there is not."""
         if order not in ORDERS:
             raise UserError(f"order {order!r}: should be one of {', '.join(ORDERS)}")
         if label is not None and not 0 <= label < self.classes:
             raise UserError(f"class {label}: there are 0 to {self.classes - 1}")
-        page = {"page": number, "size": PAGE}
         if self.all is None and (order != "id" or (label is not None and self.labels is None)):
             self.start()
-            return {"items": None, "total": 0, **page}
+            return {"items": None, "total": 0, "page": number, "size": PAGE}
         known = self.all is not None or self.labels is not None
         ids = self._ids(order, label, known)
         items = [self._item(int(image)) for image in ids[number * PAGE : (number + 1) * PAGE]]
-        return {"items": items, "total": len(ids), **page}
+        return {"items": items, "total": len(ids), "page": number, "size": PAGE}
 
-    def _item(self, image: int) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": image}
+    def _item(self, image: int) -> Item:
+        item: Item = {"id": image}
         if self.labels is not None:
             item["label"] = int(self.labels[image])
         if self.all is not None:

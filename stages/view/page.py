@@ -42,7 +42,8 @@ def write_page(
         for image in chosen:
             embedded[str(image)] = embedded_image(viewer, image, split, progress)
     status = viewer.status(split)
-    status["labels"]["reading"], status["splits"] = False, {split: len(embedded)}
+    status["labels"]["reading"] = False
+    status["splits"] = {split: len(embedded)}
     page = {
         "about": {**viewer.about(), "colours": colours(), "split": split},
         "status": status,
@@ -74,7 +75,7 @@ def bundle() -> str:
 
 def views_of(viewer: Viewer, split: str) -> range:
     """The numbers of an image's views: those of the store where the split is its own."""
-    return range(viewer.about()["views"] if has_stored(viewer, split) else 1)
+    return range(viewer.schema.views if viewer.schema and has_stored(viewer, split) else 1)
 
 
 def has_stored(viewer: Viewer, split: str) -> bool:
@@ -83,7 +84,7 @@ def has_stored(viewer: Viewer, split: str) -> bool:
 
 def embedded_image(
     viewer: Viewer, image: int, split: str, progress: EpochProgress
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Everything that the page shows of an image, binary messages as base64; of the relevance for
     classes that for the predicted one. ``progress`` counts the views."""
     stored: list[str] = []

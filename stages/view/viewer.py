@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from PIL import Image
@@ -21,7 +21,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
 from stages.look.image_maps import ImageMaps, LiveMaps, StoredMaps, image_pixels, images_of
 from stages.runs.directory import RunDirectory
-from stages.view.gallery import Gallery, stored_gallery
+from stages.view.gallery import Gallery, Page, stored_gallery
 from stages.view.wire import pack
 
 MOST_LIKELY = 5
@@ -30,6 +30,29 @@ LARGE = 16_000_000
 """Weights of an image above which they are sent as float16."""
 Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
+
+
+class Reading(TypedDict):
+    """Progress in labels and predictions, in images."""
+
+    done: int
+    total: int
+    reading: bool
+    error: str | None
+
+
+class Pixels(TypedDict):
+    ready: bool
+    error: str | None
+
+
+class Status(TypedDict):
+    """What the page asks again for, until all is read."""
+
+    labels: Reading
+    pixels: Pixels
+    splits: dict[str, int]
+    class_names: list[str]
 
 
 class Viewer:
@@ -85,7 +108,7 @@ class Viewer:
         except (UserError, OSError) as error:
             self.data_error = str(error)
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, object]:
         """All that does not change while the page is open."""
         schema = self.schema
         return {
@@ -117,7 +140,7 @@ class Viewer:
         splits = self._data.splits
         return {name: len(splits[name]) for name in names if name in splits}
 
-    def status(self, split: str = "train", name: str = "") -> dict[str, Any]:
+    def status(self, split: str = "train", name: str = "") -> Status:
         """Progress of reading labels, predictions and the data set."""
         gallery = self.gallery(split, name)
         return {
@@ -148,9 +171,7 @@ class Viewer:
         parts = partial(live.predictions, split)
         return Gallery(len(images), live.data.num_classes, parts, labels, self.labelled)
 
-    def page(
-        self, split: str, name: str, order: str, label: int | None, number: int
-    ) -> dict[str, Any]:
+    def page(self, split: str, name: str, order: str, label: int | None, number: int) -> Page:
         """A page of :meth:`gallery`; images without labels have the names of their files."""
         page = self.gallery(split, name).page(order, label, number)
         if not self.labelled and self._data:
@@ -192,7 +213,7 @@ class Viewer:
         header = {"rows": rows, "encoding": encoding, **shape}
         return pack({**header, **self.described(seen, image, "train")}, arrays)
 
-    def described(self, seen: ImageMaps, image: int, split: str) -> dict[str, Any]:
+    def described(self, seen: ImageMaps, image: int, split: str) -> dict[str, object]:
         """Whose the maps are, grid, extra tokens, label and prediction for an image; of a file
         without a label its name."""
         title = {} if self.labelled or not self._data else {"title": self._names(split)[image]}
