@@ -1,6 +1,6 @@
 """The arguments and options of every command, for docs/commands.md on the site.
 
-They are read from the functions of ``gaupipe.cli`` that typer makes the commands of, so the page
+They are read from the functions of ``stages/cli`` that typer makes the commands of, so the page
 cannot differ from the program.
 """
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 from gaupipe import __version__
-from gaupipe.cli import app as program
 from gaupipe.settings.page import page as all_settings
+from stages.cli.program import app as program
 
 sys.path.insert(0, str(Path(__file__).parent))
 from commands_page import all_commands

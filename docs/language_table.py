@@ -43,7 +43,7 @@ def table(trainings: list[dict]) -> list[str]:
         else:
             cells.append(f"{difference['mean']:+.3f}")
             cells.append(f"{difference['low']:+.3f} to {difference['high']:+.3f}")
-            cells.append(f"{difference['holm']:.2f}")
+            cells.append(f"{difference['holm']:.3f}")
         ms = mean_ms(runs)
         cells += [f"{ms:.1f}", f"{ms / standard_ms:.2f}", f"{runs[0]['step_bytes'] / 1e6:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")

@@ -136,7 +136,6 @@ def optimizer_of(model, args):
 
 def train(seed, args):
     """A training of every attention: list of dicts, the numbers of a row of docs/results/data."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     training, validation, vocabulary = read(args.text)
     if len(validation) <= args.context:
         raise UserError(
@@ -173,13 +172,12 @@ def train(seed, args):
         dict(
             name=name,
             command=f"{args.command} --seeds {seed}",
-            commit=commit[:7],
+            commit=args.commit,
             data=args.text.stem,
             images=len(training),  # characters
             epochs=characters / len(training),
             seed=seed,
             val=validation_loss(model.eval(), validation, args.context),
-            test=None,  # nothing was chosen by the validation text
             core_seconds=sum(seconds[name]),
             train=statistics.mean(losses[name][-100:]),
             parameters=count_parameters(model),
@@ -209,6 +207,8 @@ def main():
         if settings[name] != parser.get_default(name)
     ]
     args.command = f"python examples/language_model.py {args.text.name}{''.join(changed)}"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    args.commit = commit[:7]  # of the code that runs, whatever is committed meanwhile
     settings["sha256"] = hashlib.sha256(args.text.read_bytes()).hexdigest()
     trainings = []
     for seed in args.seeds:

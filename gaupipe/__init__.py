@@ -14,7 +14,7 @@ __all__ = ["__version__", "capture", "open_run"]
 if not runs_as_module():  # else __main__ first takes the current folder off the path of modules
     refuse_namesakes()
     # The command line answers before torch is there: a command imports what it needs.
-    if "stages.command" not in sys.modules:
+    if "stages.cli" not in sys.modules:
         import gaupipe.vit.jit  # noqa: F401
 
 

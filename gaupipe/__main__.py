@@ -12,6 +12,6 @@ if not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()]):
 refuse_namesakes()
 
 if __name__ == "__main__":
-    from gaupipe.cli import main
+    from stages.cli import main
 
     main()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -169,6 +170,16 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
+def check_name(name: str, known: Iterable[str]) -> None:
+    """Raises UserError for a ``gau_`` name that is none of ``known``."""
+    if name not in known and name.removeprefix("gau_") in ATTENTION:
+        raise UserError(
+            f"attn_implementation {name!r}: this attention is for vision transformers alone; "
+            f"decoders have {', '.join(known)}"
+        )
+    choice("attn_implementation", name, known)
+
+
 def register() -> None:
     """Makes the attentions known to transformers. Models with an attention of their own are refused
     by UserError; a model trained with one of the attentions and loaded with another one warns."""
@@ -182,7 +193,7 @@ def register() -> None:
     def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
         before = getattr(self.config, "gau_implementation", None)
         if str(requested).startswith("gau_"):
-            choice("attn_implementation", str(requested), functions)
+            check_name(str(requested), functions)
         if requested in functions and not self._can_set_attn_implementation():
             raise UserError(
                 f"{type(self).__name__} has its own attention, which transformers cannot replace "
@@ -192,8 +203,9 @@ def register() -> None:
             self.config.gau_implementation = requested  # config.json keeps it
         elif before:
             warnings.warn(
-                f"the model had attn_implementation={before!r}, which its weights expect, and has "
-                f"{requested or 'the standard attention'} now",
+                # one text for the model and for the models in it, so that Python shows it once
+                f"the model had attn_implementation={before!r}, which its weights expect, and is "
+                f"loaded without it: give from_pretrained attn_implementation={before!r}",
                 stacklevel=2,
             )
         return accepted(self, requested, *args, **kwargs)

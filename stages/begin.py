@@ -5,6 +5,7 @@ the same paths and more."""
 from __future__ import annotations
 
 import contextlib
+import difflib
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ def check_paths(
 
         store.check_exists(maps)
     if data is not None and not data.is_dir():
-        raise UserError(f"--data {data}: no such folder; it should hold CLASS/*.png")
+        raise UserError(f"--data {data}: no such folder; {remedy(data)}")
     for path in images or ():
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; give images, or folders of images")
@@ -78,3 +79,12 @@ def check_paths(
     for option, path, *suffixes in files:
         if path is not None:
             check_file(option, path, *suffixes)
+
+
+def remedy(folder: Path) -> str:
+    """What to name in place of a folder of images that is not there."""
+    beside = [path.name for path in folder.parent.glob("*") if path.is_dir()]
+    close = difflib.get_close_matches(folder.name, beside, n=1)
+    if close:
+        return f"did you mean {folder.with_name(close[0])}?"
+    return "it should hold CLASS/*.png"

@@ -307,14 +307,13 @@ def ensure(
     ``export`` says what is stored; None leaves that to :func:`run`, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
-    if distributed.main_first(directory.settings).phase_a.is_local:
-        return url
     options = {} if export is None else export.model_dump(exclude_none=True)
-    if not distributed.broadcast(is_complete(url, directory.teacher_digest())):
-        run(run_dir, out=out, data=data, augment=augment, **options)
-        return url
 
-    def check() -> None:
+    def is_there() -> bool:
+        if directory.settings().phase_a.is_local:
+            return True
+        if not is_complete(url, directory.teacher_digest()):
+            return False
         stored = stored_export(url)
         for name, value in options.items():
             if stored is not None and getattr(stored, name) != value:
@@ -322,8 +321,10 @@ def ensure(
                     f"{url} already holds a complete store with {name} {getattr(stored, name)}, "
                     f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
                 )
+        return True
 
-    distributed.on_main(check)
+    if not distributed.broadcast(distributed.on_main(is_there)):
+        run(run_dir, out=out, data=data, augment=augment, **options)
     return url
 
 

@@ -32,6 +32,18 @@ class Run:
         self.directory = RunDirectory(Path(path))
         self.settings = self.directory.settings()
 
+    def __repr__(self) -> str:
+        settings = self.settings
+        lines = [
+            f"run {self.directory.path}: {settings.data.root or settings.data.name}, "
+            f"{settings.model.name}, teacher {settings.phase_a.teacher}"
+        ]
+        for kind, distilled in (("distilled", True), ("plain", False)):
+            names = self.directory.students(distilled)
+            if names:
+                lines.append(f"  {kind}: {', '.join(names)}")
+        return "\n".join(lines)
+
     @cached_property
     def data(self) -> ImageData:
         """The data set of the run, with its splits ``train``, ``val`` and ``test``. Raises

@@ -31,7 +31,7 @@ Classes = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of an image, the first of them first.
+    """An image with its most probable classes, the best first.
 
     path     the image file; the image id where a data set has no files
     classes  (name of the class, probability), at most as many as were asked for; empty where the
@@ -54,8 +54,8 @@ def run(
     batch_size: int = 64,
     download: bool = False,
 ) -> list[Prediction]:
-    """The predictions of a model for images, with progress on stderr. An image that cannot be read
-    has a ``problem`` in place of classes.
+    """Predicts the classes of images with a model, with progress on stderr. An image that cannot be
+    read has a ``problem`` in place of classes.
 
     source    a student's folder or the training folder around it, ``local-dir:FOLDER``, or a timm
               name such as ``vit_tiny_patch16_224.augreg_in21k``
@@ -70,7 +70,8 @@ def run(
     count = getattr(model, "num_classes", 0)
     if not count:
         raise UserError(f"{source}: predicts no classes: take a model with a head")
-    names, read_input = class_names(model, count), reader(resolve_model_data_config(model))
+    names = class_names(model, count)
+    read_input = reader(resolve_model_data_config(model))
 
     def read(path: Path) -> Tensor | str:
         try:
@@ -79,31 +80,36 @@ def run(
             return str(error)
 
     @torch.inference_mode()
-    def classes_of(inputs: list[Tensor]) -> Iterator[Classes]:
+    def classify(inputs: list[Tensor]) -> Iterator[Classes]:
         if inputs:
             logits = model(torch.stack(inputs).to(device)).float().cpu()  # [B, C]
             yield from most_probable(logits.softmax(-1), names, top)
 
     predictions = []
     with ThreadPoolExecutor() as pool, EpochProgress("predict", len(images), 1) as progress:
-        for paths in (images[i : i + batch_size] for i in range(0, len(images), batch_size)):
-            inputs = list(pool.map(read, paths))
-            classes = classes_of([tensor for tensor in inputs if isinstance(tensor, Tensor)])
-            for path, tensor in zip(paths, inputs, strict=True):
-                problem = tensor if isinstance(tensor, str) else None
-                best = () if problem else next(classes)
-                predictions.append(Prediction(str(path), best, problem))
-            progress.advance(len(paths))
+        for start in range(0, len(images), batch_size):
+            batch = images[start : start + batch_size]
+            inputs = list(pool.map(read, batch))
+            # images that could not be read take no place in the model's batch
+            classes = classify([tensor for tensor in inputs if isinstance(tensor, Tensor)])
+            for path, tensor in zip(batch, inputs, strict=True):
+                if isinstance(tensor, str):
+                    prediction = Prediction(str(path), problem=tensor)
+                else:
+                    prediction = Prediction(str(path), next(classes))
+                predictions.append(prediction)
+            progress.advance(len(batch))
     return predictions
 
 
 def most_probable(probabilities: Tensor, class_names: Sequence[str], top: int) -> list[Classes]:
     """For each row of ``probabilities`` [B, C] its ``top`` classes, the most probable first."""
-    values, classes = probabilities.topk(min(top, probabilities.shape[-1]))
-    return [
-        tuple((class_names[c], p) for c, p in zip(row, of_row, strict=True))
-        for row, of_row in zip(classes.tolist(), values.tolist(), strict=True)
-    ]
+    values, numbers = probabilities.topk(min(top, probabilities.shape[-1]))
+    images = []
+    for best, shares in zip(numbers.tolist(), values.tolist(), strict=True):
+        names = [class_names[number] for number in best]
+        images.append(tuple(zip(names, shares, strict=True)))
+    return images
 
 
 Probability = TypedDict("Probability", {"class": str, "probability": float})
@@ -135,14 +141,15 @@ def as_csv(predictions: Sequence[Prediction]) -> str:
     """A line for each image: path, label, class and probability of each of the most probable
     classes, and problem."""
     rows = []
-    for row in map(as_row, predictions):
+    for prediction in predictions:
+        row = as_row(prediction)
         line = {name: value for name, value in row.items() if name != "classes"}
         for rank, best in enumerate(row["classes"], 1):
             suffix = "" if rank == 1 else str(rank)
             line |= {f"{name}{suffix}": value for name, value in best.items()}
         rows.append(line)
     columns = dict.fromkeys(name for row in rows for name in row)
-    ordered = sorted(columns, key=lambda name: name == "problem")
+    ordered = sorted(columns, key=lambda name: name == "problem")  # the problem last
     text = io.StringIO()
     writer = csv.DictWriter(text, ordered, lineterminator="\n")
     writer.writeheader()

@@ -1,4 +1,4 @@
-"""The numbers of an array as they lie on disk: one class for each sort of numbers.
+"""Encodes the numbers of an array for the disk: one class for each sort of numbers.
 
 float16: values are clipped to the finite range, with a relative error of at most 2^-11; a standard
 deviation of 0 becomes the smallest normal number, so that a reader may divide by it.
@@ -21,7 +21,8 @@ import numpy as np
 
 MEAN_STEP = 2 / 127
 LARGEST_MEAN = 127 * MEAN_STEP
-LOG_STD_MIN, LOG_STD_MAX = math.log(2**-9), math.log(8)
+LOG_STD_MIN = math.log(2**-9)
+LOG_STD_MAX = math.log(8)
 LOG_STD_STEP = (LOG_STD_MAX - LOG_STD_MIN) / 254
 SQRT_STEP = 1 / 254
 LARGEST_WEIGHT = 1 + 2**-10
@@ -29,7 +30,9 @@ LARGEST_WEIGHT = 1 + 2**-10
 BLOCK = 2**14
 """Numbers that are looked up at once: they stay in the processor's cache."""
 # float16 as bits: numpy's float16 arithmetic is slow
-_SIGN, _INFINITY, _SMALLEST_NORMAL = np.uint16(0x8000), np.uint16(0x7C00), np.int16(0x0400)
+_SIGN = np.uint16(0x8000)
+_INFINITY = np.uint16(0x7C00)
+_SMALLEST_NORMAL = np.int16(0x0400)
 
 
 class BadNumbers(Exception):
@@ -49,8 +52,8 @@ class Numbers:
     fill: float = math.nan
 
     def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
-        """The stored form of ``values`` [n, ...]. Raises BadNumbers for NaN and for numbers of
-        another sort."""
+        """Returns what is stored for ``values`` [n, ...]. Raises BadNumbers for NaN and for numbers
+        of another sort."""
         return to_half(values)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -95,7 +98,8 @@ class Weights(Numbers):
         if coded:
             return self._codes_of(np.asarray(values))
         half = to_half(values)
-        bits, most = half.view(np.uint16), np.float16(LARGEST_WEIGHT).view(np.uint16)
+        bits = half.view(np.uint16)
+        most = np.float16(LARGEST_WEIGHT).view(np.uint16)
         if self.checked and bits.max(initial=0) > most:  # negative ones are above positive ones
             _refuse((bits > most) & (bits != _SIGN), _OUT_OF_RANGE)
         return half
@@ -108,7 +112,7 @@ class Weights(Numbers):
             _refuse(np.isnan(values), _NAN)
             _refuse((values < 0) | (values > LARGEST_WEIGHT), _OUT_OF_RANGE)
         roots *= 1 / SQRT_STEP
-        roots += 1.5
+        roots += 1.5  # 1 as code 0 is "missing", and a half as astype cuts
         return roots.astype(np.uint8)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -126,8 +130,9 @@ class Keys(Numbers):
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        bits = 8 if tokens <= 255 else 16
-        self.dtype, self.fill = np.dtype(f"uint{bits}"), 2**bits - 1
+        bits = 8 if tokens <= 255 else 16  # one number is left for what is missing
+        self.dtype = np.dtype(f"uint{bits}")
+        self.fill = 2**bits - 1
 
     def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
         if values.dtype.kind not in "iu":
@@ -159,7 +164,7 @@ _OUT_OF_RANGE = "has weights out of range; attention is from 0 to 1"
 
 
 def to_half(values: np.ndarray, copied: bool = False) -> np.ndarray:
-    """The numbers as float16, clipped to the finite ones. Without ``copied`` it is ``values``
+    """Rounds numbers to float16, clipped to the finite ones. Without ``copied`` it is ``values``
     itself where that is so already."""
     with np.errstate(over="ignore"):
         half = np.array(values, np.float16, copy=copied or None)
@@ -192,19 +197,21 @@ def _gaussian_tables() -> tuple[np.ndarray, np.ndarray]:
     """For (mean_x, mean_y) and (std_x, std_y): the two float16 that each of the 65536 pairs of
     codes stands for."""
     codes = np.arange(256)
-    mean, std = (codes - 128) * MEAN_STEP, np.exp(LOG_STD_MIN + (codes - 1) * LOG_STD_STEP)
-    return _of_pairs(mean), _of_pairs(std)
+    mean = (codes - 128) * MEAN_STEP
+    std = np.exp(LOG_STD_MIN + (codes - 1) * LOG_STD_STEP)
+    return _pair_table(mean), _pair_table(std)
 
 
 @functools.cache
 def _weight_table() -> np.ndarray:
     """The two weights that each pair of codes stands for."""
-    return _of_pairs(np.square((np.arange(256) - 1) * SQRT_STEP))
+    return _pair_table(np.square((np.arange(256) - 1) * SQRT_STEP))
 
 
-def _of_pairs(table: np.ndarray) -> np.ndarray:
-    """A table [256] for pairs of codes: [65536] uint32, two float16 in each."""
-    codes = np.arange(256)
-    x, y = codes[None, :], codes[:, None]
-    both = np.stack(np.broadcast_arrays(table[x], table[y]), axis=-1)
+def _pair_table(table: np.ndarray) -> np.ndarray:
+    """A table [256] for pairs of codes: [65536] uint32, two float16 in each. Half as many look-ups
+    decode an array."""
+    first = table[None, :]  # the lower byte of a pair
+    second = table[:, None]
+    both = np.stack(np.broadcast_arrays(first, second), axis=-1)  # [256, 256, 2]
     return both.astype(np.float16).view(np.uint32).ravel()

@@ -11,7 +11,7 @@ class UnfinishedStore(StoreError):
 
 
 class DamagedStore(StoreError):
-    """The store's own description (its metadata files) is not what was written."""
+    """Metadata files of the store are not what was written."""
 
 
 def damaged(url: str, what: str) -> DamagedStore:

@@ -46,7 +46,8 @@ class Files:
 
     def __init__(self, url: str | os.PathLike[str]):
         refuse_after_fork()
-        self.url, self.folder = str(url), local_folder(url)
+        self.url = str(url)
+        self.folder = local_folder(url)
         self._spec, self._context = _kvstore_spec(self.url)
         self._flushed: set[Path] = set()  # folders whose own entry is known to be on the disk
         try:
@@ -65,16 +66,22 @@ class Files:
             for path in map(self.folder.joinpath, keys):
                 if path.exists() and not path.is_file():  # nobody may ever write to a pipe
                     raise StoreError(f"{path}: is no regular file, as a store's files are")
-        reads = {key: self._kvstore.read(key) for key in keys}
-        results = {key: self.wait(read) for key, read in reads.items()}
-        return {key: each.value if each.state == "value" else None for key, each in results.items()}
+        reads = {key: self._kvstore.read(key) for key in keys}  # all begin before one is waited for
+        contents: dict[str, bytes | None] = {}
+        for key, read in reads.items():
+            result = self.wait(read)
+            contents[key] = None
+            if result.state == "value":
+                contents[key] = result.value
+        return contents
 
     def write(self, key: str, data: bytes) -> None:
         self.write_all({key: data})
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         """Writes several files at once; returns when all of them are safe."""
-        for write in [self._kvstore.write(key, data) for key, data in files.items()]:
+        writes = [self._kvstore.write(key, data) for key, data in files.items()]
+        for write in writes:
             self.wait(write)
         if self.folder is not None:
             self._flush_folders(self.folder, files)
@@ -95,7 +102,8 @@ class Files:
 
     def delete_all(self, keys: Iterable[str]) -> None:
         """Deletes several files at once; one that is not there is no error."""
-        for write in [self._kvstore.write(key, None) for key in keys]:
+        writes = [self._kvstore.write(key, None) for key in keys]
+        for write in writes:
             self.wait(write)
 
     def open_array(self, name: str, cache_bytes: int = 0) -> ts.TensorStore:
@@ -112,9 +120,8 @@ class Files:
     def _flush_folders(self, top: Path, keys: Iterable[str]) -> None:
         """tensorstore flushes a file and the entry in its folder; the folders above may be new
         and unflushed as well."""
-        new = {
-            folder for key in keys for folder in (top / key).parents if folder.is_relative_to(top)
-        } - self._flushed
+        folders = {folder for key in keys for folder in (top / key).parents}
+        new = {folder for folder in folders if folder.is_relative_to(top)} - self._flushed
         for parent in {folder.parent for folder in new}:
             descriptor = os.open(parent, os.O_RDONLY)
             try:
@@ -124,7 +131,7 @@ class Files:
         self._flushed |= new
 
     def wait(self, future: Any) -> Any:
-        """The result of reading or writing."""
+        """Waits for a read or a write, and returns its result."""
         try:
             return future.result()
         except (ValueError, OSError) as error:
@@ -154,18 +161,22 @@ def local_folder(url: str | os.PathLike[str]) -> Path | None:
 
 def _kvstore_spec(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """tensorstore's name for the place, and its settings for reaching it."""
-    if (folder := local_folder(url)) is not None:
+    folder = local_folder(url)
+    if folder is not None:
         return {"driver": "file", "path": f"{folder}/".replace("//", "/")}, {}
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
-    path = path.rstrip("/") + "/" if path else ""
+    if path:
+        path = path.rstrip("/") + "/"
     retries = {"max_retries": 4, "initial_delay": "0.2s", "max_delay": "2s"}
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket, "path": path}, {"gcs_request_retries": retries}
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
         spec["endpoint"] = endpoint
-    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if region:
         spec["aws_region"] = region
     # tensorstore's own search would print about files it does not find
     if "AWS_ACCESS_KEY_ID" in os.environ:
@@ -200,11 +211,11 @@ def damage(error: Exception) -> str | None:
     text = _one_line(error)
     if text.split(":")[0] in _NO_ACCESS:
         return None
-    return (
-        "the shard's index is damaged" if "shard index" in text else "the stored bytes are damaged"
-    )
+    if "shard index" in text:
+        return "the shard's index is damaged"
+    return "the stored bytes are damaged"
 
 
 def _one_line(error: Exception) -> str:
-    """The readable part of tensorstore's message, without its list of source lines."""
+    """Cuts tensorstore's message to its readable part, without its list of source lines."""
     return re.sub(r"\s*\[[a-z_ ]+='.*", "", " ".join(str(error).split()))

@@ -1,4 +1,4 @@
-"""The kinds of stores: which arrays each kind has for an image, and what numbers are in them.
+"""Kinds of stores: which arrays each kind has for an image, and what numbers are in them.
 
 A new kind is a class here and an entry of :data:`KINDS`. Everything else asks the class: schema and
 files, settings and command line, sizes, and the page of ``gaupipe view``. What a teacher puts into
@@ -71,7 +71,9 @@ class Kind:
 
     def refused_k(self, sizes: Sizes) -> str | None:
         """Why a store of these sizes cannot have this ``k``; None where it can."""
-        return None if sizes.k is None else "it must be None"
+        if sizes.k is not None:
+            return "it must be None"
+        return None
 
 
 class Gaussian(Kind):
@@ -81,7 +83,7 @@ class Gaussian(Kind):
     javascript = "gaussians"
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
-        return {"gaussians": of_queries(sizes, Gaussians(), parameter=4)}
+        return {"gaussians": query_array(sizes, Gaussians(), parameter=4)}
 
 
 class Embedding(Kind):
@@ -91,8 +93,9 @@ class Embedding(Kind):
     decoder = True
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
-        numbers, names = Numbers(), ("image", "layer", "feature")
+        numbers = Numbers()
         shape = (sizes.num_images, sizes.layers, sizes.embedding_dim or 0)
+        names = ("image", "layer", "feature")
         return {"embeddings": ArraySpec(shape, numbers.dtype, names, numbers)}
 
 
@@ -111,7 +114,7 @@ class Dense(Kind):
     javascript = "maps"
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
-        return {"maps": of_queries(sizes, Weights(checked=False), key=sizes.tokens)}
+        return {"maps": query_array(sizes, Weights(checked=False), key=sizes.tokens)}
 
 
 class TopK(Kind):
@@ -126,8 +129,8 @@ class TopK(Kind):
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
         k = sizes.k or 0
         return {
-            "keys": of_queries(sizes, Keys(sizes.tokens), rank=k),
-            "weights": of_queries(sizes, Weights(), rank=k),
+            "keys": query_array(sizes, Keys(sizes.tokens), rank=k),
+            "weights": query_array(sizes, Weights(), rank=k),
         }
 
     def refused_k(self, sizes: Sizes) -> str | None:
@@ -143,7 +146,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def of_queries(sizes: Sizes, numbers: Numbers, **axes: int) -> ArraySpec:
+def query_array(sizes: Sizes, numbers: Numbers, **axes: int) -> ArraySpec:
     """An array with the ``axes`` (name and length) for each query of each image."""
     shape = (sizes.num_images, sizes.layers, sizes.heads, sizes.tokens, *axes.values())
     names = ("image", "layer", "head", "query", *axes)

@@ -32,8 +32,9 @@ from store.manifest import (
 )
 from store.schema import Schema
 
-FORMAT, FORMAT_VERSION = "gaupipe-maps", 6
-"""The name of the format, and the only version that is written and read."""
+FORMAT = "gaupipe-maps"
+FORMAT_VERSION = 6
+"""The only version that is written and read."""
 ROOT = "zarr.json"
 SHARD_BYTES = 32 * 2**20
 LARGEST_SHARD = 2**32
@@ -151,7 +152,8 @@ class Layout:
     def _from_attributes(cls, attributes: dict[str, Any]) -> Layout:
         """Raises StoreError for attributes that no writer of ours writes."""
         schema = Schema.from_attributes(attributes)
-        per_shard, complete = (attributes.get(name) for name in ("images_per_shard", "complete"))
+        per_shard = attributes.get("images_per_shard")
+        complete = attributes.get("complete")
         if (
             type(per_shard) is not int
             or not 1 <= per_shard <= schema.num_images
@@ -170,7 +172,9 @@ def open_layout(files: Files) -> tuple[Layout, Manifest]:
     """The description and the manifest of a store. Raises UnfinishedStore when there is no store or
     it is just being created, StoreError when it is not ours, and DamagedStore."""
     root = files.read(ROOT)
-    manifest = read_manifest(files) if root is not None else None
+    manifest = None
+    if root is not None:
+        manifest = read_manifest(files)
     layout = Layout.from_root_file(root, manifest, files.url)
     if manifest is None:
         raise incomplete(files.url)
@@ -202,15 +206,22 @@ def plan(
 
 def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[str, bytes]:
     """The files of :func:`plan`; zarr-python writes them."""
-    schema, per_shard = layout.schema, layout.images_per_shard
-    if schema.kind_class.decoder != bool(decoder):
-        needs = "has no decoder" if decoder else "needs its decoder's arrays"
-        raise StoreError(f"a store of kind {schema.kind!r} {needs}")
+    schema = layout.schema
+    per_shard = layout.images_per_shard
+    if decoder and not schema.kind_class.decoder:
+        raise StoreError(f"a store of kind {schema.kind!r} has no decoder")
+    if schema.kind_class.decoder and not decoder:
+        raise StoreError(f"a store of kind {schema.kind!r} needs its decoder's arrays")
     buffers: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(buffers))
     checked = [ZstdCodec(level=1, checksum=True), Crc32cCodec()]
     for name, spec in schema.arrays().items():
-        rows = per_shard if layout.is_column(name) else 1
+        rows = 1  # a training reads single images in any order
+        if layout.is_column(name):
+            rows = per_shard
+        attributes: dict[str, Any] = {}
+        if schema.has_codes(name):
+            attributes = dict(spec.numbers.codes)
         group.create_array(
             name,
             shape=spec.shape,
@@ -221,13 +232,14 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
             compressors=checked,
             fill_value=schema.fill_value(name),
             dimension_names=spec.dimension_names,
-            attributes=dict(spec.numbers.codes) if schema.has_codes(name) else {},
+            attributes=attributes,
         )
-    weights = group.create_group("decoder") if decoder else group
+    if decoder:
+        group = group.create_group("decoder")
     for name, values in decoder.items():
         if not np.isfinite(values).all():
             raise StoreError(f"decoder array {name!r} is not finite; train the decoder again")
-        weights.create_array(
+        group.create_array(
             name,
             data=np.ascontiguousarray(values),
             chunks=values.shape,

@@ -1,4 +1,4 @@
-"""The manifest of a store: the sha256 of each of its files.
+"""Manifest of a store: the sha256 of each of its files.
 
 It is the zarr group `manifest`, without arrays. Its attributes are
 
@@ -52,7 +52,8 @@ class Manifest:
         broken = damaged(url, f"{MANIFEST} is damaged or was edited")
         try:
             attributes = json.loads(data)["attributes"]
-            shards = {int(index): _from_json(of) for index, of in attributes["shards"].items()}
+            entries = attributes["shards"].items()
+            shards = {int(index): _from_json(entry) for index, entry in entries}
             manifest = cls(dict(attributes["metadata"]), shards)
             whole = manifest.to_file() == data
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -65,7 +66,9 @@ class Manifest:
 def read_manifest(files: Files) -> Manifest | None:
     """None where there is no manifest. Raises DamagedStore."""
     data = files.read(MANIFEST)
-    return None if data is None else Manifest.from_file(data, files.url)
+    if data is None:
+        return None
+    return Manifest.from_file(data, files.url)
 
 
 def read_checked(files: Files, manifest: Manifest, key: str) -> bytes:
@@ -83,7 +86,9 @@ def finished_shards(files: Files) -> Shards:
     # the manifest last: another process may write it and then delete the single entries
     entries = read_entries(files)
     manifest = read_manifest(files)
-    return (manifest.shards if manifest else {}) | entries
+    if manifest is None:
+        return entries
+    return manifest.shards | entries
 
 
 def read_entries(files: Files) -> Shards:

@@ -71,13 +71,17 @@ class Store:
     """
 
     def __init__(self, files: Files, layout: Layout, manifest: Manifest, preload_bytes: int = 0):
-        self.url, self.schema, self.complete = files.url, layout.schema, layout.complete
-        self._files, self._layout, self._manifest = files, layout, manifest
+        self.url = files.url
+        self.schema = layout.schema
+        self.complete = layout.complete
+        self._files = files
+        self._layout = layout
+        self._manifest = manifest
         for name in layout.names:
             read_metadata(files, manifest, name)
-        named = len(manifest.shards)
-        if layout.complete and named != layout.num_shards:
-            what = f"its manifest names {named} of {layout.num_shards} shards"
+        shards = len(manifest.shards)
+        if layout.complete and shards != layout.num_shards:
+            what = f"its manifest names {shards} of {layout.num_shards} shards"
             raise damaged(self.url, f"is complete, but {what}")
         self._arrays = {name: files.open_array(name, INDEX_CACHE_BYTES) for name in layout.names}
         self._in_memory: dict[str, np.ndarray] = {}
@@ -144,7 +148,8 @@ class Store:
     ) -> Iterator[dict[str, np.ndarray]]:
         """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a
         thread."""
-        names = None if names is None else [*names]
+        if names is not None:
+            names = list(names)  # it is read once for each batch
         waiting: collections.deque[Any] = collections.deque()
         with ThreadPoolExecutor(1, "gaupipe-store") as pool:
             try:
@@ -167,7 +172,7 @@ class Store:
         return sum(file.bytes for shard in shards for file in shard.values())
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
-        """The ids as int64 [n]; those of finished shards."""
+        """Returns the ids as int64 [n]. Raises StoreError for ids that are not stored."""
         refuse_after_fork()
         ids = np.asarray(image_ids)
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
@@ -205,7 +210,7 @@ class Store:
                 self._in_memory[name] = self._wait(name, np.arange(len(self)), whole)
 
     def _wait(self, name: str, ids: np.ndarray, future: Any) -> np.ndarray:
-        """The result of reading these images of an array."""
+        """Waits for a read of these images of an array."""
         try:
             return future.result()
         except ValueError as error:
@@ -220,28 +225,36 @@ class Store:
 
     def _refuse_missing(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
         """Raises CorruptChunk for an image without a chunk. zarr gives the fill value in place of
-        all its numbers, in silence."""
+        all its numbers, in silence, and a training would learn from it."""
+        if not len(stored):
+            return
         fill = self.schema.fill_value(name)
-        first = stored.reshape(len(stored), -1)[:, 0] if len(stored) else np.zeros(0)
-        self._refuse_absent(name, ids, np.isnan(first) if np.isnan(fill) else first == fill)
+        first = stored.reshape(len(stored), -1)[:, 0]
+        absent = first == fill
+        if np.isnan(fill):
+            absent = np.isnan(first)
+        self._refuse_absent(name, ids, absent)
 
     def _refuse_absent(self, name: str, ids: np.ndarray, absent: np.ndarray) -> None:
         if absent.any():
             raise self._corrupt(name, int(ids[absent.argmax()]), "it is not there")
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
-        """The error of a batched read, with the image that made it fail."""
+        """Reads image by image after a batched read failed; the error names the image."""
         ids = np.unique(ids)
         if self._layout.is_column(name):
             # a shard's images are one chunk: the first of them tells
-            ids = ids[np.unique(ids // self._layout.images_per_shard, return_index=True)[1]]
+            shards = ids // self._layout.images_per_shard
+            _, first = np.unique(shards, return_index=True)
+            ids = ids[first]
         for image_id in ids:
             try:
                 self._arrays[name][image_id].read().result()
             except ValueError as cause:
-                if what := damage(cause):
+                what = damage(cause)
+                if what is not None:
                     return self._corrupt(name, int(image_id), what)
-                break
+                break  # the storage does not answer, for other images either
         return StoreError(explain(error, self.url))
 
     def _corrupt(self, name: str, image_id: int, what: str) -> CorruptChunk:

@@ -89,9 +89,8 @@ class Schema(Sizes):
         fits = (self.kind == "embedding") == (self.embedding_dim is not None)
         self._check("embedding_dim", fits, "it is for the kind 'embedding', which needs it")
         prefix = self.prefix_tokens
-        sound = type(prefix) is int and 0 <= prefix <= (
-            LARGEST if self.kind_class.has_prefix else 0
-        )
+        most = LARGEST if self.kind_class.has_prefix else 0
+        sound = type(prefix) is int and 0 <= prefix <= most
         self._check("prefix_tokens", sound, "it is for the kinds 'dense' and 'topk', 0 or more")
         refused_k = self.kind_class.refused_k(self)
         self._check("k", refused_k is None, f"in the kind {self.kind!r} {refused_k}")
@@ -120,7 +119,8 @@ class Schema(Sizes):
 
     @functools.cached_property
     def _arrays(self) -> dict[str, ArraySpec]:
-        logits, labels = Numbers(), Labels(self.num_classes)
+        logits = Numbers()
+        labels = Labels(self.num_classes)
         n = self.num_images
         return {
             **self.kind_class.arrays(self),
@@ -134,11 +134,15 @@ class Schema(Sizes):
 
     def stored_dtype(self, name: str) -> np.dtype:
         """The dtype on disk of array `name`."""
-        return np.dtype("uint8") if self.has_codes(name) else self.arrays()[name].dtype
+        if self.has_codes(name):
+            return np.dtype("uint8")
+        return self.arrays()[name].dtype
 
     def fill_value(self, name: str) -> float:
         """The number on disk where nothing was written to array `name`."""
-        return 0 if self.has_codes(name) else self.arrays()[name].numbers.fill
+        if self.has_codes(name):
+            return 0
+        return self.arrays()[name].numbers.fill
 
     def encode(self, name: str, values: np.ndarray, first_image: int) -> np.ndarray:
         """The stored form of `values` [n, ...] of the images from `first_image` on. Raises
@@ -184,7 +188,8 @@ class Schema(Sizes):
 
     def difference(self, other: Schema) -> str:
         """The fields and notes in which `other` differs, as one line; empty when they are equal."""
-        ours, theirs = ({**each.to_attributes(), **each.extra} for each in (self, other))
+        ours = self.to_attributes() | self.extra
+        theirs = other.to_attributes() | other.extra
         del ours["extra"], theirs["extra"]
         return ", ".join(
             f"{name} {ours.get(name)!r} against {theirs.get(name)!r}"

@@ -42,7 +42,9 @@ class Problem:
         if self.shard is None or self.start is None or self.stop is None:
             return self.what
         last = self.stop - 1
-        images = f"image {last}" if last == self.start else f"images {self.start} to {last}"
+        images = f"images {self.start} to {last}"
+        if last == self.start:
+            images = f"image {last}"
         return f"shard {self.shard}, {self.array}, {images}: {self.what}"
 
 
@@ -63,7 +65,9 @@ def verify(
         shards = layout.finished(files)
     except DamagedStore as error:
         return [Problem(str(error))]
-    problems = [] if layout.complete else [Problem(f"{files.url}: the store is incomplete")]
+    problems = []
+    if not layout.complete:
+        problems.append(Problem(f"{files.url}: the store is incomplete"))
     for key in manifest.metadata.keys() - {ROOT}:
         try:
             read_checked(files, manifest, key)
@@ -131,17 +135,19 @@ def repair(
             f"{files.url}: no attention-map store there to repair; "
             "export one with gaupipe export-maps"
         )
-    known = _sound_manifest(files)
-    stored = None if root is None else _sound_layout(root, known, files.url)
+    stored_manifest = _sound_manifest(files)
+    stored_layout = None
+    if root is not None:
+        stored_layout = _sound_layout(root, stored_manifest, files.url)
     per_shard = None
-    if stored is not None:
-        refuse_another(files.url, schema, stored.schema)
-        per_shard = stored.images_per_shard
+    if stored_layout is not None:
+        refuse_another(files.url, schema, stored_layout.schema)
+        per_shard = stored_layout.images_per_shard
     layout, metadata, manifest = plan(schema, shard_bytes, decoder, per_shard)
+    same_root = root in (layout.root_file(), layout.complete_root_file())
     shards: Shards = {}
-    if known is not None and (
-        known.metadata.get(ROOT) == manifest.metadata[ROOT]
-        or root in (layout.root_file(), layout.complete_root_file())
+    if stored_manifest is not None and (
+        same_root or stored_manifest.metadata.get(ROOT) == manifest.metadata[ROOT]
     ):
         shards = layout.finished(files)
     else:  # the files of another store, or of shards of another size, may have the same names

@@ -42,7 +42,9 @@ class Writer:
     """
 
     def __init__(self, files: Files, layout: Layout, manifest: Manifest):
-        self._files, self._layout, self._manifest = files, layout, manifest
+        self._files = files
+        self._layout = layout
+        self._manifest = manifest
         self._metadata = {name: read_metadata(files, manifest, name) for name in layout.names}
 
     @property
@@ -97,10 +99,11 @@ class Writer:
     def reopen(self, shards: Iterable[int]) -> None:
         """Makes finished shards (by index) pending again; the store counts as incomplete from
         now on."""
-        left_out = set(shards)
         kept = self._layout.finished(self._files)
-        self._set_complete(False)
-        self._write_manifest({i: shard for i, shard in kept.items() if i not in left_out})
+        self._set_complete(False)  # first: no reader may take the store for whole from here on
+        for index in shards:
+            kept.pop(index, None)
+        self._write_manifest(kept)
 
     def finish(self) -> None:
         """Declares the store complete. Raises StoreError while a shard is pending."""
@@ -180,9 +183,10 @@ def read_root(files: Files) -> bytes | None:
     """The root's metadata file; None where nothing is there. Raises StoreError where something else
     than a store is."""
     root = files.read(ROOT)
-    if root is None and files.has_files() and (root := files.read(ROOT)) is None:
-        # read again, as another process may create it
-        raise StoreError(f"{files.url}: is not empty and not a store; choose another place")
+    if root is None and files.has_files():
+        root = files.read(ROOT)  # again, as another process may just have created the store
+        if root is None:
+            raise StoreError(f"{files.url}: is not empty and not a store; choose another place")
     return root
 
 
@@ -200,18 +204,20 @@ def _resume(
     refuse_another(files.url, schema, layout.schema)
     if manifest is None:  # the process was killed while it created the store
         return _begin(files, *plan(schema, 0, decoder, layout.images_per_shard))
-    stored = read_decoder(files, manifest) if decoder else {}
-    if decoder and not (
-        decoder.keys() == stored.keys()
-        and all(np.array_equal(decoder[name], stored[name]) for name in stored)
-    ):
-        raise _another(files.url, "another decoder")
+    if decoder:
+        stored = read_decoder(files, manifest)
+        same = decoder.keys() == stored.keys() and all(
+            np.array_equal(decoder[name], stored[name]) for name in stored
+        )
+        if not same:
+            raise _another(files.url, "another decoder")
     return Writer(files, layout, manifest)
 
 
 def refuse_another(url: str, schema: Schema, stored: Schema) -> None:
     """Raises StoreError where the store at ``url`` is of another schema."""
-    if difference := schema.difference(stored):
+    difference = schema.difference(stored)
+    if difference:
         raise _another(url, difference)
 
 

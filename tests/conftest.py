@@ -15,7 +15,8 @@ import pytest
 import torch
 import typer
 
-from gaupipe.cli import main
+import gaupipe  # noqa: F401  (before the command line, which would leave torch for later)
+from stages.cli import main
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from bad_inputs import INSPECT, ROWS, Row
 from conftest import linked, run_main
-from gaupipe.cli import main
+from stages.cli import main
 
 TINY = """
 threads: 1

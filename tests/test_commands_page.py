@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gaupipe.cli import app
+from stages.cli.program import app
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 from commands_page import all_commands

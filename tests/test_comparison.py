@@ -245,7 +245,7 @@ def test_the_folder_of_a_comparison_is_known_by_its_lock(in_process, tmp_path):
         with refused if names in others else contextlib.nullcontext():
             check_folder(folder)
     with locked(tmp_path / "c", "comparison"):
-        code, _, err = in_process("compare", "digits", "--run-dir", tmp_path / "c")
+        code, _, err = in_process("compare", "digits_expected", "--run-dir", tmp_path / "c")
         assert (code, err.count("\n")) == (2, 1) and "is using this comparison" in err, err
         assert [path.name for path in (tmp_path / "c").iterdir()] == ["lock"]
 
@@ -314,7 +314,7 @@ def compared(tmp_path_factory):
 def compare(folder, *arguments, seeds="0,1"):
     """The command's arguments."""
     options = ["--run-dir", folder, "--seeds", seeds]
-    return [*map(str, ["compare", "digits", *options, *arguments]), *sets(*TINY)]
+    return [*map(str, ["compare", "digits_expected", *options, *arguments]), *sets(*TINY)]
 
 
 def rows_of(folder: Path, name: str) -> dict[str, dict]:
@@ -510,7 +510,7 @@ def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, in_pr
     folder, sweep, _ = compared
     call = compare(tmp_path / "c", "--sweep", sweep, seeds="0")
     process = subprocess.Popen(
-        [sys.executable, "-m", "gaupipe.cli", *call, "--jobs", "2"],
+        [sys.executable, "-m", "gaupipe", *call, "--jobs", "2"],
         stderr=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )

@@ -37,7 +37,7 @@ def packages(tmp_path_factory):
 def gaupipe(packages, *arguments) -> subprocess.CompletedProcess:
     small = ["--set", "data.train_images=100", "--set", "threads=1"]
     return subprocess.run(
-        [sys.executable, "-c", "from gaupipe.cli import main; main()", *arguments, *small],
+        [sys.executable, "-c", "from stages.cli import main; main()", *arguments, *small],
         cwd=packages,
         env={**os.environ, "PYTHONPATH": str(packages)},
         capture_output=True,

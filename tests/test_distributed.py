@@ -132,7 +132,7 @@ def train_until_killed(run_dir: Path, settings: config.Settings, kill: tuple[int
 
 
 def command(*arguments: str) -> None:
-    from gaupipe.cli import main
+    from stages.cli import main
 
     sys.argv = ["gaupipe", *arguments]
     main()

@@ -139,7 +139,9 @@ def test_what_cannot_be_handed_over_is_refused_before_work_starts(
     change, needs, tmp_path, in_process
 ):
     settings = sets(*TEACHER, *EXACT, change)
-    code, _, err = in_process("phase-a", "digits_expected", "--run-dir", tmp_path / "run", *settings)
+    code, _, err = in_process(
+        "phase-a", "digits_expected", "--run-dir", tmp_path / "run", *settings
+    )
     assert code == 2 and needs in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

@@ -391,10 +391,10 @@ def test_a_cache_in_a_folder_that_may_not_be_searched_stops_nothing(monkeypatch,
     locked = Path(tempfile.mkdtemp())
     locked.chmod(0)
     monkeypatch.setenv("GAUPIPE_CACHE", str(locked / "cache"))
-    images = cache.ImageCache("name", bytes(32), (2, 3, 4, 4))
-    assert not images.open() and images.bytes == 96
+    images = cache.ImageCache("name", (2, 3, 4, 4))
+    assert not images.open() and images.fits()
     images.keep(lambda number: torch.zeros(3, 4, 4, dtype=torch.uint8))
-    assert images.gather(np.array([0])) is None and images.bytes == 0
+    assert images.gather(np.array([0])) is None and not images.enabled
     assert "cannot be kept" in capsys.readouterr().err
     locked.rmdir()
 

@@ -70,7 +70,7 @@ def get_ready(kill: Kill) -> None:
 
 
 def command(arguments: list[str], words: Path, kill: Kill | None) -> None:
-    from gaupipe.cli import main
+    from stages.cli import main
 
     with words.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -222,7 +222,8 @@ def test_an_epoch_that_goes_on_reads_nothing_of_what_is_done(monkeypatch):
 
 WITH_WORKERS = """
 import os, signal, sys; sys.path[:0] = {path!r}
-from gaupipe import cli
+import gaupipe
+from stages import cli
 from gaupipe.training import update as training
 import itertools
 
@@ -258,7 +259,7 @@ WORLD = [*TINY, "data.buckets=6", "data.batch_size=36", "baseline.epochs=0"]
 
 def in_rank(arguments: list[str], kill: Kill | None = None, rank: int = 0) -> None:
     """A command in a world, of which one rank gets a signal."""
-    from gaupipe.cli import main
+    from stages.cli import main
 
     if kill and distributed.launch().rank == rank:
         get_ready(kill)

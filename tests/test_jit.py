@@ -145,6 +145,15 @@ def test_it_is_saved_converted_and_read_block_by_block_as_other_models(attention
         torch.testing.assert_close(convert(model, "belief2")(images), model(images))
 
 
+def test_a_convolutional_stem_takes_the_place_of_the_bottleneck():
+    model = tiny(stem="conv", in_chans=1)
+    assert [conv.kernel_size for conv in model.modules() if isinstance(conv, torch.nn.Conv2d)] == [
+        *[(3, 3)] * 3,
+        (1, 1),
+    ]
+    assert model(torch.randn(2, 1, 16, 24)).shape == (2, 5)
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [

@@ -126,7 +126,7 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     run.config.write_text(config.dump(settings))
     code, _, err = in_process("phase-b", "--run-dir", run.path, "--no-distill")
     assert code == 0 and "epoch 6 is the best (val_acc 0.6000); " in err
-    assert "standard/student is of epoch 6 (keep=best)" in err
+    assert "standard/student is of this epoch (train.keep=best), " in err
     assert evaluate.run(run.path, "standard", distilled=False)["epoch"] == 6
     folder = run.student("standard", distilled=False)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -178,3 +178,10 @@ def test_the_table_pairs_losses_by_seed(language_table):
     assert cells[1:5] == ["1,000", "1.000 ± 0.000", "2.800 ± 0.900", "-0.200"]
     assert cells[5] == f"{-0.2 - half:+.3f} to {-0.2 + half:+.3f}"
     assert cells[7:] == ["15.0", "1.50", "2.0"]
+
+
+def test_the_page_has_the_table_of_the_raw_file(language_table):
+    raw = json.loads((ROOT / "docs" / "results" / "data" / "language.json").read_text())
+    assert "\n".join(language_table(raw)) in (ROOT / "docs" / "language_models.md").read_text()
+    keys = {"name", "command", "commit", "data", "images", "epochs", "seed", "val", "core_seconds"}
+    assert all(keys <= training.keys() for training in raw)

@@ -16,7 +16,6 @@ from timm.layers import Mlp
 
 import store
 from arguments import sets
-from gaupipe import cli
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
@@ -32,6 +31,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.training.job import Training
 from gaupipe.training.optimizer import build_optimizer
 from stages import evaluate, export, phase_a, phase_b
+from stages.cli import train as command_line
 from stages.publish import export_student
 from stages.runs import opening
 from stages.runs.directory import RunDirectory
@@ -151,7 +151,8 @@ def test_students_with_gaussians_of_their_own_get_all_patches(tmp_path, in_proce
         code, _, err = in_process(command, "digits", *settings, cwd=tmp_path)
         last = err.splitlines()[-1]
         assert code == 2 and last == (
-            "gaupipe: train.patch_drop_rate: should be 0 for a student with Gaussians"
+            "gaupipe: train.patch_drop_rate: should be 0 for a student with Gaussians or rotary "
+            "positions, which have a place for every token"
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -396,7 +397,7 @@ def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     assert len((run_dir / "plain/y/metrics.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("moment", ["_starts", "load_data", "build_student", "train"])
+@pytest.mark.parametrize("moment", ["starts", "load_data", "build_student", "train"])
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
     run_dir, tmp_path, monkeypatch, in_process, moment
 ):
@@ -409,7 +410,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     name = f"at_{moment}"
     command = ["phase-b", "--run-dir", run_dir, "--name", name]
     with monkeypatch.context() as patch:
-        module = {"_starts": cli, "load_data": opening}.get(moment, phase_b)
+        module = {"starts": command_line, "load_data": opening}.get(moment, phase_b)
         patch.setattr(module, moment, interrupted)
         asked = "--set", "train.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
         code, _, err = in_process(*command, *asked, cwd=tmp_path)

@@ -147,7 +147,7 @@ def test_plan_counts_the_digits_and_leaves_nothing_behind(tmp_path, in_process):
     code, out, err = in_process("plan", "--json", cwd=tmp_path)
     assert code == 0, err
     plan = json.loads(out)
-    assert plan["images"] == 1437 and plan["per_image_parameters"] == 1437 * 4 * 4 * 16 * 4
+    assert plan["images"] == 1437 and plan["per_image_parameters"] == 1437 * 128
     assert plan["problem"] is None
     assert not list(tmp_path.iterdir())
     stages, total = plan["stages"], plan["total"]
@@ -170,6 +170,7 @@ def test_plan_has_a_line_for_each_training_of_a_run(tmp_path, in_process):
     assert "belief, plain" in fourth and fifth.startswith("total")
     assert max(map(len, out.splitlines())) <= 80
     options = sets("baseline.epochs=0", "export.kind=prior", "phase_a.per_image=none")
+    options += sets("phase_a.prior=true")
     _, out, _ = in_process("plan", *options, "--json", cwd=tmp_path)
     assert [*json.loads(out)["stages"]] == ["phase_a", "export", "phase_b"]
 
@@ -177,10 +178,11 @@ def test_plan_has_a_line_for_each_training_of_a_run(tmp_path, in_process):
 def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):
     arguments = ["plan", "--images", 1_281_167, "--classes", 1000]
     arguments += sets("data.name=folder", "data.image_size=32", "model.name=gauvit_atto_patch4_32")
+    arguments += sets("phase_a.per_image=table", "phase_a.prior=true")
     code, out, err = in_process(*arguments, "--json", cwd=tmp_path)
     assert code == 0, err
     plan = json.loads(out)
-    assert plan["per_image_parameters"] == 1_281_167 * 7 * 12 * 64 * 4
+    assert plan["per_image_parameters"] == 1_281_167 * 7 * 12 * 64 * 8
     assert "of disk" in plan["problem"]
     table = in_process(*arguments, cwd=tmp_path)[1]
     assert "1,281,167" in table and "does not fit: " in table

@@ -167,7 +167,7 @@ def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, mo
         assert in_process("predict", student, picture, "--out", tmp_path / out)[0] == 0
     assert json.loads((tmp_path / "p.json").read_text())[0]["path"] == str(picture)
     assert (tmp_path / "p.csv").read_text().startswith("path,class,probability,problem")
-    monkeypatch.setattr("gaupipe.cli._on_terminal", lambda: True)
+    monkeypatch.setattr("stages.cli.look.on_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     _, table, _ = in_process("predict", student, picture, "--top", 3)
     assert "3.png" in table and "%" in table and "path,class" not in table
@@ -181,7 +181,7 @@ def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, mo
         (["/dev/null"], "/dev/null: is neither a file nor a folder"),
         (["PICTURES", "--out", "absent/p.csv"], "there is no folder"),
         (["PICTURES", "--top", "0"], "--top"),
-        ([], "PATHS"),
+        ([], "no run in runs/"),
     ],
 )
 def test_predict_refuses_in_one_line(student, pictures, tmp_path, in_process, arguments, message):
@@ -189,3 +189,15 @@ def test_predict_refuses_in_one_line(student, pictures, tmp_path, in_process, ar
     code, out, err = in_process("predict", student, *arguments, cwd=tmp_path)
     assert (code, out, len(err.splitlines())) == (2, "", 1) and message in err
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_model_the_run_used_last_predicts(copied_run, pictures, in_process, tmp_path):
+    run = copied_run("runs/mine")
+    grey = tmp_path / "grey.png"
+    Image.open(pictures / "a" / "3.png").convert("L").save(grey)
+    alone = in_process("predict", "grey.png", cwd=tmp_path)
+    assert alone[0] == 0 and "runs/mine (the run used last" in alone[2]
+    assert in_process("predict", run, grey)[1].replace(str(grey), "grey.png") == alone[1]
+    student = run / "phase_b" / "standard" / "student"
+    assert in_process("predict", student, "grey.png", cwd=tmp_path)[1] == alone[1]
+    assert in_process("predict", "grey.png", grey, cwd=tmp_path)[1].count("\n") == 3

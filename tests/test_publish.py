@@ -1,5 +1,6 @@
 """Publish: the folder, the model card, and what is asked of the Hugging Face Hub."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from PIL import Image
 from gaupipe import __version__
 from gaupipe.data import splits
 from gaupipe.settings import load as config
-from gaupipe.vit.saving import load_folder, save_student
+from gaupipe.vit.saving import load_folder, save_student, saved_sha256
 from stages import evaluate, export, phase_b
 from stages.publish.folder import without_folders
 from stages.runs.directory import RunDirectory
@@ -30,7 +31,7 @@ def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_proce
     out = tmp_path / "out"
     code, stdout, _ = publish(run, in_process, "--out", out)
     assert (code, stdout) == (0, f"{out}\n")
-    names = ["README.md", "SHA256SUMS", "config.json", "model.safetensors", "settings.yaml"]
+    names = ["README.md", "config.json", "model.safetensors", "settings.yaml"]
     assert sorted(path.name for path in out.iterdir()) == names
     for path in out.iterdir():
         assert str(tmp_path).encode() not in path.read_bytes(), path
@@ -131,6 +132,9 @@ def test_class_names_reach_those_who_load_the_model_and_are_no_markup_in_the_car
     student = RunDirectory(run).student("standard") / "student"
     described = load_named(config.load("digits_expected").data, False).data_config
     save_student(load_folder(student, ""), student, **described)
+    entry = json.loads((student.parent / "student.json").read_text())
+    entry["sha256"] = saved_sha256(student)
+    (student.parent / "student.json").write_text(json.dumps(entry))
     assert publish(run, in_process, "--out", tmp_path / "out")[0] == 0
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
     assert model.pretrained_cfg["label_names"][6:8] == ["caf\\xe9", "digit-7"]

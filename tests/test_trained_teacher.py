@@ -450,6 +450,7 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
         stored = maps.gather([image * 2 + view])["maps"][0].astype(np.float32)
         np.testing.assert_allclose(unpacked(message, "teacher")[1], stored, atol=1e-6)
         one = ["--run-dir", run, "--student", "standard", "--image", image, "--view", view]
+        one += ["--layer", 0, "--query", "mean"]
         seen = json.loads(in_process("inspect", *one, "--json")[1])
         np.testing.assert_allclose(np.ravel(seen["teacher"]), stored[0].mean((0, 1)), atol=1e-6)
         wanted = log_maps[0].exp().mean((0, 1))

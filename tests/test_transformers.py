@@ -213,10 +213,13 @@ def test_packed_sequences_do_not_see_each_other():
 def test_a_model_remembers_the_attention_it_was_trained_with(tmp_path):
     model_of("llama", "gau_belief").save_pretrained(tmp_path)
     load = AutoModelForCausalLM.from_pretrained
-    with pytest.warns(UserWarning, match="attn_implementation='gau_belief', which its weights"):
+    with pytest.warns(UserWarning, match="had attn_implementation='gau_belief', which") as told:
         load(tmp_path)
+    assert len({str(warning.message) for warning in told}) == 1
     with warnings.catch_warnings(action="error"):
         load(tmp_path, attn_implementation="gau_belief")
+    with pytest.raises(UserError, match="'gau_belief2': this attention is for vision transformers"):
+        load(tmp_path, attn_implementation="gau_belief2")
     with pytest.raises(UserError, match="'gau_beleif'; did you mean 'gau_belief'"):
         load(tmp_path, attn_implementation="gau_beleif")
 

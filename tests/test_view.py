@@ -213,11 +213,18 @@ def test_without_the_extra_it_says_what_to_install(written, in_process, monkeypa
     assert code == 2 and "pip install 'gaupipe[view]'" in err and err.count("\n") == 1
 
 
+def test_a_page_of_no_named_image_shows_the_first(small_run, in_process, tmp_path):
+    pages = [tmp_path / "none.html", tmp_path / "first.html"]
+    assert in_process("view", "--run-dir", small_run, "--html", pages[0])[0] == 0
+    assert in_process("view", "--run-dir", small_run, "--html", pages[1], "--image", 0)[0] == 0
+    shown = [re.sub('"token": "[0-9a-f]+"', "", page.read_text()) for page in pages]
+    assert shown[0] == shown[1]
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [
         (["--image", 150], "image 150: the store has 0 to 149"),
-        (["--html", "out.html"], "name its images with --image"),
         (["--html", "out.txt", "--image", 1], "ends in .html"),
         (["--html", "no/out.html", "--image", 1], "there is no folder"),
         (["--student", "standard"], "name the student's run with --run-dir"),

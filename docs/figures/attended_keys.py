@@ -17,7 +17,7 @@ on how many there are, so their results are the checkpoints of one training.
     done
     python docs/figures/attended_keys.py runs
 
-About 8 minutes on one core.
+About 15 minutes on one core.
 """
 
 from __future__ import annotations

@@ -76,17 +76,17 @@ def stages(axes: Axes) -> None:
     images = ["image, label, image id", "", "a folder of your own,", "digits, Fashion-MNIST, ..."]
     teacher = [
         "ViT with GauAttention.",
-        "Phase A learns weights,",
-        "a shared prior and, with",
-        "per_image: table,",
-        "per-image parameters.",
+        "Phase A learns weights, a",
+        "decoder for all images,",
+        "and an embedding for",
+        "each image.",
     ]
     store = [
-        "4 numbers for each image,",
-        "block, head and query;",
-        "or the shared prior, once.",
-        "For each image: label and",
-        "teacher's prediction.",
+        "The decoder, once.",
+        "For each image: an",
+        "embedding of each block,",
+        "label, and the teacher's",
+        "prediction.",
     ]
     student = [
         "A ViT that timm loads.",
@@ -168,7 +168,7 @@ def main() -> None:
 
     weights = outer(*expected_axes(GAUSSIAN, GRID))  # [h * w]
     note = "The mean over all points of the Gaussian\nis an attention map, in closed form."
-    tokens(expected, weights.view(GRID).numpy(), "Teacher, mode expected, and the store", note)
+    tokens(expected, weights.view(GRID).numpy(), "The map: mode expected, and the store", note)
     show_gaussian(expected)
 
     noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(2))

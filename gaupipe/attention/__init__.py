@@ -1,4 +1,4 @@
-"""The attentions by key. A new attention is a new file and one line of :data:`ATTENTION`."""
+"""Attentions by key. A new attention is a new file and one line of :data:`ATTENTION`."""
 
 from __future__ import annotations
 

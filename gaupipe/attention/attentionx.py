@@ -69,5 +69,7 @@ def without_diagonal(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Te
     if attn_mask is None:
         return torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
     hidden = hidden_by(attn_mask) | ~visible
-    scores = torch.zeros_like(attn_mask) if attn_mask.dtype == torch.bool else attn_mask
+    scores = attn_mask
+    if attn_mask.dtype == torch.bool:
+        scores = torch.zeros_like(attn_mask)
     return scores.to(q.dtype).masked_fill(hidden, -torch.inf)

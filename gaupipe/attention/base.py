@@ -61,27 +61,35 @@ class StudentAttention(Attention):
         norm_layer: type[nn.Module] | None = None,
         device: Any = None,
         dtype: Any = None,
-        **_of_queries: Any,
+        **_query_arguments: Any,
     ) -> None:
         """As timm's ``__init__``, which always makes matrices for queries and keys, with ``v`` in
         the place of ``qkv``. Arguments for queries and keys are ignored."""
         nn.Module.__init__(self)
         assert dim % num_heads == 0, f"dim {dim} should be divisible by num_heads {num_heads}"
-        self.num_heads, self.head_dim, self.attn_dim = num_heads, dim // num_heads, dim
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.attn_dim = dim
         self.scale = self.head_dim**-0.5
         placed = {"device": device, "dtype": dtype}
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **placed)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = norm_layer(dim, **placed) if scale_norm and norm_layer else nn.Identity()
-        self.gate = nn.Linear(dim, dim, bias=qkv_bias, **placed) if gated else None
+        self.norm: nn.Module = nn.Identity()
+        if scale_norm and norm_layer:
+            self.norm = norm_layer(dim, **placed)
+        self.gate = None
+        if gated:
+            self.gate = nn.Linear(dim, dim, bias=qkv_bias, **placed)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **placed)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def linear(self) -> nn.Linear:
         """A further matrix beside ``proj``, as large."""
-        old = self.proj
-        device, dtype = old.weight.device, old.weight.dtype
-        return nn.Linear(old.in_features, old.out_features, False, device, dtype)
+        width = self.proj.out_features
+        weight = self.proj.weight
+        return nn.Linear(
+            self.proj.in_features, width, bias=False, device=weight.device, dtype=weight.dtype
+        )
 
     @classmethod
     def in_models(cls, options: dict[str, Any]) -> type[nn.Module]:
@@ -102,12 +110,13 @@ class StudentAttention(Attention):
     def take_over(self, old: Attention) -> None:
         """Starts from a trained attention: shares every module with ``old`` but the output matrices
         that change. ``old`` does not change."""
-        shared = dict(old.named_children())
-        matrices = old.matrices() if isinstance(old, StudentAttention) else {"MH": old.proj.weight}
+        matrices = {"MH": old.proj.weight}
+        if isinstance(old, StudentAttention):
+            matrices = old.matrices()
         start = self.start_from(matrices)
-        for name, module in shared.items():
+        for name, module in old.named_children():
             if name in start and start[name] is not module.weight:
-                module = copy.deepcopy(module)
+                module = copy.deepcopy(module)  # its weight changes, and old must not
             if name in self._modules or name == "gate":  # which timm leaves None without one
                 setattr(self, name, module)
         for name, weight in start.items():
@@ -134,7 +143,9 @@ class StudentAttention(Attention):
     ) -> Tensor:
         """softmax(q k' / sqrt(d_m)) v [B, H, T, d_m] by a fused kernel, for queries and keys at
         least as wide as v. A query without a key gets zeros."""
-        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        dropout = 0.0
+        if self.attn_drop.training:
+            dropout = self.attn_drop.p
         return fused_attention(q, k, v, attn_mask, dropout, is_causal, self.scale)
 
     def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -152,6 +163,7 @@ class StudentAttention(Attention):
         if attn_mask.dtype != torch.bool:
             scores = scores + attn_mask
         scores = scores.masked_fill(hidden_by(attn_mask), -torch.inf)
+        # of -inf alone log_softmax makes NaN, and so does its gradient
         keyless = (scores == -torch.inf).all(-1, keepdim=True)
         return scores.masked_fill(keyless, 0).log_softmax(-1).masked_fill(keyless, -torch.inf)
 
@@ -164,7 +176,9 @@ class StudentAttention(Attention):
         and gate (from x)."""
         mh = self.norm(merge_heads(heads))
         gate = getattr(self, "gate", None)
-        return mh if gate is None else mh * gate(x).sigmoid()
+        if gate is None:
+            return mh
+        return mh * gate(x).sigmoid()
 
     def perpendicular(self, mh: Tensor, v: Tensor) -> Tensor:
         """D [B, T, d], the part of MH perpendicular to V, over all heads together."""
@@ -205,7 +219,9 @@ def matrix_of_mh(matrices: dict[str, Tensor]) -> Tensor:
     """The matrix that multiplies MH, or its part perpendicular to V, of
     :meth:`StudentAttention.matrices`; for an ablation without both, its W."""
     factors = [matrices[name] for name in ("MH", "D", "D_s") if name in matrices]
-    return sum(factors[1:], factors[0]) if factors else next(iter(matrices.values()))
+    if not factors:
+        return next(iter(matrices.values()))
+    return sum(factors[1:], factors[0])  # one alone is the module's own weight, not a copy
 
 
 def merge_heads(heads: Tensor) -> Tensor:
@@ -233,9 +249,11 @@ def fused_attention(
         return handle_torch_function(
             fused_attention, (q, k, v), q, k, v, attn_mask, dropout, is_causal, scale
         )
-    width, keyless = v.shape[-1], None
-    if attn_mask is not None and is_causal:
-        attn_mask, is_causal = causal_mask(attn_mask, q.shape[-2]), False
+    width = v.shape[-1]
+    keyless = None
+    if attn_mask is not None and is_causal:  # torch takes one of the two
+        attn_mask = causal_mask(attn_mask, q.shape[-2])
+        is_causal = False
     if attn_mask is not None:
         # not every kernel defines a query without keys: it reads all of them, and then nothing
         keyless = hidden_by(attn_mask).all(-1, keepdim=True)
@@ -255,7 +273,9 @@ def fused_attention(
     )
     if keyless is not None:
         heads = heads.masked_fill(keyless, 0)
-    return heads if heads.shape[-1] == width else heads[..., :width]
+    if heads.shape[-1] > width:
+        heads = heads[..., :width]
+    return heads
 
 
 def hidden_by(mask: Tensor) -> Tensor:
@@ -270,7 +290,8 @@ def causal_mask(
     attn_mask: Tensor | None, tokens: int, device: torch.device | None = None
 ) -> Tensor:
     """``attn_mask`` (boolean or additive, or None) with the future hidden as well."""
-    device = device if attn_mask is None else attn_mask.device
+    if attn_mask is not None:
+        device = attn_mask.device
     past = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
     if attn_mask is None:
         return past
@@ -291,11 +312,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(name), known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else "; it has none"
+    if not known:
+        return "; it has none"
+    return f"; known: {', '.join(known)}"
 
 
 def per_head(
     combine: Callable[[Tensor, Tensor], Tensor], mh: Tensor, v: Tensor, heads: int
 ) -> Tensor:
     """``combine`` of MH and V [B, T, d] head by head: [B, T, d]."""
-    return combine(mh.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))).flatten(-2)
+    mh = mh.unflatten(-1, (heads, -1))  # [B, T, H, d_m]
+    v = v.unflatten(-1, (heads, -1))
+    return combine(mh, v).flatten(-2)

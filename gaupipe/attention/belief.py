@@ -31,9 +31,11 @@ class BeliefAttention(StudentAttention):
         self, *args: Any, signal: str = "perpendicular", gated: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.signal = choice("signal", signal, SIGNALS if not gated else ["perpendicular"])
-        start = self.proj.weight.detach().new_zeros(self.num_heads)
-        self.head_gate = nn.Parameter(start) if gated else None
+        known = ["perpendicular"] if gated else list(SIGNALS)
+        self.signal = choice("signal", signal, known)
+        self.head_gate = None
+        if gated:
+            self.head_gate = nn.Parameter(self.proj.weight.detach().new_zeros(self.num_heads))
 
     def gates(self) -> Tensor:
         """g of each channel [d]."""
@@ -49,5 +51,6 @@ class BeliefAttention(StudentAttention):
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         if self.head_gate is not None:
-            return self.proj(mh - self.gates() * (mh - perpendicular(mh, v)))
+            parallel = mh - perpendicular(mh, v)
+            return self.proj(mh - self.gates() * parallel)
         return self.proj(SIGNALS[self.signal](mh, v))

@@ -32,9 +32,16 @@ class Belief2Attention(StudentAttention):
         super().__init__(*args, **kwargs)
         self.activation = ACTIVATIONS[choice("activation", activation, ACTIVATIONS)]()
         self.proj_parallel = self.linear()
-        weight = self.proj.weight
-        width = self.qkv.in_features, self.attn_dim
-        self.z = nn.Linear(*width, False, weight.device, weight.dtype) if zz else None
+        self.z = None
+        if zz:
+            weight = self.proj.weight
+            self.z = nn.Linear(
+                self.qkv.in_features,
+                self.attn_dim,
+                bias=False,
+                device=weight.device,
+                dtype=weight.dtype,
+            )
 
     def matrices(self) -> dict[str, Tensor]:
         return {"D": self.proj.weight, "MH - D": self.proj_parallel.weight}
@@ -42,10 +49,11 @@ class Belief2Attention(StudentAttention):
     def start_from(self, matrices: dict[str, Tensor]) -> dict[str, Tensor]:
         """MH W = D W + (MH - D) W, so W_p = W (*proposition 1*); what is perpendicular to V has
         nothing for W_p, which is then 0."""
+        zero = torch.zeros_like(self.proj.weight)
+        parallel = matrices.get("MH - D", matrices.get("MH", zero))
         rest = {name: weight for name, weight in matrices.items() if name != "MH - D"}
-        nothing = torch.zeros_like(self.proj.weight)
-        parallel = matrices.get("MH - D", matrices.get("MH", nothing))
-        return {"proj": matrix_of_mh(rest) if rest else nothing, "proj_parallel": parallel}
+        weight = matrix_of_mh(rest) if rest else zero
+        return {"proj": weight, "proj_parallel": parallel}
 
     def take_over(self, old: Attention) -> None:
         """As the base; Z starts so small that float32 does not see Z Z' (*proposition 1*), but not

@@ -41,17 +41,18 @@ class BeliefStarAttention(StudentAttention):
         """W_s = 0, as belief-attention, unless the trained attention has a matrix for D_s. One
         without another, exclusive self-attention, leaves W at 0."""
         _first, second = MULTIPLIED[self.signal]
+        zero = torch.zeros_like(self.proj.weight)
+        local = matrices.get(second, zero)
         rest = {name: weight for name, weight in matrices.items() if name != second}
-        nothing = torch.zeros_like(self.proj.weight)
-        return {
-            "proj": matrix_of_mh(rest) if rest else nothing,
-            "proj_local": matrices.get(second, nothing),
-        }
+        weight = matrix_of_mh(rest) if rest else zero
+        return {"proj": weight, "proj_local": local}
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         if self.signal == "concat":
             return self.proj(mh) + self.proj_local(v)
-        d, d_s = perpendicular(mh, v), per_head(perpendicular, mh, v, self.num_heads)
+        d = perpendicular(mh, v)
+        d_s = per_head(perpendicular, mh, v, self.num_heads)
         if self.signal == "projected":
-            d, d_s = mh - d, mh - d_s
+            d = mh - d
+            d_s = mh - d_s
         return self.proj(d) + self.proj_local(d_s)

@@ -54,7 +54,9 @@ class GaussianAttention(StudentAttention):
         """From now on Gaussians are given with the tokens."""
         if self.grid is not None:
             del self.places
-        self.grid = self.prior = self.predictor = None
+        self.grid = None
+        self.prior = None
+        self.predictor = None
 
     def gaussians(self, x: Tensor) -> Tensor:
         """Gaussians [B, H, T, 4] float32 that tokens x [B, T, d] predict for themselves."""
@@ -70,8 +72,10 @@ class GaussianAttention(StudentAttention):
         and V: Q K' is the logarithm of the map."""
         gaussians = self.gaussians(x)
         assert self.grid is not None
-        q, v = log_factors(gaussians, self.grid, self.head_dim), self.values(x)
-        return q.to(v.dtype), self.places.to(v.dtype).expand_as(q), v
+        v = self.values(x)
+        q = log_factors(gaussians, self.grid, self.head_dim).to(v.dtype)
+        k = self.places.to(v.dtype).expand_as(q)
+        return q, k, v
 
     def through(self, x: Tensor, axes: tuple[Tensor, Tensor]) -> Tensor:
         """The update [B, T, d] of tokens x [B, T, d] that read V through a given map, by its

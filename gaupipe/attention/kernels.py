@@ -1,4 +1,4 @@
-"""The orthogonal projection, and fused attention that also gives its log-normaliser.
+"""Orthogonal projection, and fused attention that also gives its log-normaliser.
 
 Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width.
 """
@@ -40,7 +40,8 @@ def _perpendicular(m: Tensor, v: Tensor) -> Tensor:
 
 def project_out(m: Tensor, v: Tensor) -> Tensor:
     """:func:`perpendicular` by operations whose gradients autograd knows."""
-    wide_m, wide_v = at_least_float32(m), at_least_float32(v)
+    wide_m = at_least_float32(m)
+    wide_v = at_least_float32(v)
     size, has_slope = size_of(wide_m, wide_v)
     u = torch.where(has_slope, wide_v, wide_v.detach()) / size
     squared = (u * u).sum(-1, keepdim=True)  # autocast would round torch.linalg.vecdot
@@ -55,12 +56,15 @@ LARGEST_SLOPE = {torch.float32: 1e35, torch.float64: 1e300}
 def size_of(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """([..., 1] largest entry of v, 1 where v = 0; [..., 1] true where v has a gradient): v divided
     by the first has a square that neither vanishes nor overflows."""
-    m, v = m.detach(), v.detach()
-    largest_m, size = (
-        torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)) for x in (m, v)
-    )
+    largest_m = largest_entry(m.detach())
+    size = largest_entry(v.detach())
     has_slope = largest_m < LARGEST_SLOPE[v.dtype] * size
     return size.masked_fill(size == 0, 1), has_slope
+
+
+def largest_entry(x: Tensor) -> Tensor:
+    """The largest magnitude [..., 1] of x [..., d], without the copy that ``abs`` would make."""
+    return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
 
 
 class _Perpendicular(torch.autograd.Function):
@@ -75,7 +79,8 @@ class _Perpendicular(torch.autograd.Function):
 
     @staticmethod
     def forward(m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        wide_m, wide_v = at_least_float32(m), at_least_float32(v)
+        wide_m = at_least_float32(m)
+        wide_v = at_least_float32(v)
         size, has_slope = size_of(wide_m, wide_v)
         u = wide_v / size
         squared = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square()
@@ -96,12 +101,14 @@ class _Perpendicular(torch.autograd.Function):
         m, v, d, a, squared, size, has_slope = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative will be asked for
             return torch.func.vjp(project_out, m, v)[1](grad)
-        wide_grad, u = at_least_float32(grad), at_least_float32(v) / size
+        wide_grad = at_least_float32(grad)
+        u = at_least_float32(v) / size
         with torch.autocast(m.device.type, enabled=False):
             c = torch.linalg.vecdot(wide_grad, u).unsqueeze(-1) / squared
         grad_m = torch.addcmul(wide_grad, c, u, value=-1)
         root = size.sqrt()  # the products with a and c fit the type halfway to a / size
-        a, c = (torch.where(has_slope, x / -root, 0) for x in (a, c))
+        a = torch.where(has_slope, a / -root, 0)
+        c = torch.where(has_slope, c / -root, 0)
         grad_v = (grad_m * a).addcmul_(c, at_least_float32(d)).div_(root)
         return grad_m.to(m.dtype), grad_v.to(v.dtype)
 
@@ -113,7 +120,10 @@ class _Perpendicular(torch.autograd.Function):
 
 def pad_to(x: Tensor, width: int) -> Tensor:
     """x [..., w] with zeros up to the width, [..., width]; x itself where it has that width."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    missing = width - x.shape[-1]
+    if missing == 0:
+        return x
+    return F.pad(x, (0, missing))
 
 
 CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
@@ -169,7 +179,9 @@ class _AttentionWithNormaliser(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        ctx.width, ctx.scale, mask = v.shape[-1], scale, None
+        ctx.width = v.shape[-1]
+        ctx.scale = scale
+        mask = None
         v = pad_to(v, q.shape[-1])
         if hidden is not None:
             mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)

@@ -22,7 +22,11 @@ def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
     """Raises UserError for an unknown option of an attention class, and for a value of another type
     than a number or switch of its default."""
     parameters = inspect.signature(cls).parameters.items()
-    defaults = {name: p.default for name, p in parameters if "VAR" not in p.kind.name}
+    defaults = {
+        name: parameter.default
+        for name, parameter in parameters
+        if "VAR" not in parameter.kind.name  # timm's own, behind *args and **kwargs
+    }
     defaults.pop("grid", None)  # the model's to give
     for name, value in options.items():
         if name not in defaults:

@@ -35,7 +35,7 @@ class StandardAttention(StudentAttention):
         self, *args: Any, prior: bool = False, grid: Grid | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.grid = grid if prior else None
+        self.grid = None
         self.prior = None
         if prior:
             if grid is None:
@@ -43,6 +43,7 @@ class StandardAttention(StudentAttention):
                     "option 'prior' of StandardAttention lies on a grid: it is for gauvit_ models "
                     "of timm.create_model"
                 )
+            self.grid = grid
             device = self.proj.weight.device
             self.prior = gaussian_prior(self.num_heads, grid, device)
             register_places(self, grid, 0, device)
@@ -53,7 +54,9 @@ class StandardAttention(StudentAttention):
 
     @classmethod
     def in_models(cls, options: dict[str, Any]) -> type[nn.Module]:
-        return cls if options.get("prior") else Attention
+        if options.get("prior"):
+            return cls
+        return Attention
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V; with a prior [Q, A] and [K, places], A the logarithms of the two factors of
@@ -61,10 +64,11 @@ class StandardAttention(StudentAttention):
         q, k, v = super().project(x)
         if not self.has_prior:
             return q, k, v
-        a = self.log_factors() / self.scale
+        a = (self.log_factors() / self.scale).to(q.dtype)  # [H, T, h + w]
         places = self.places.to(k.dtype)  # [T, h + w]
-        q = torch.cat([q, a.to(q.dtype).expand(q.shape[0], q.shape[1], -1, -1)], dim=-1)
-        return q, torch.cat([k, places.expand(k.shape[0], k.shape[1], -1, -1)], dim=-1), v
+        q = torch.cat([q, a.expand(q.shape[0], q.shape[1], -1, -1)], dim=-1)
+        k = torch.cat([k, places.expand(k.shape[0], k.shape[1], -1, -1)], dim=-1)
+        return q, k, v
 
     def log_factors(self) -> Tensor:
         """The logarithms of the two factors of P side by side, [H, T, h + w] float32."""
@@ -76,14 +80,14 @@ class StandardAttention(StudentAttention):
     ) -> Tensor:
         """As the base; log P is then a mask of fused attention, which is faster than the channels
         of :meth:`project`. An export has the channels: torch's to ONNX does not take the mask."""
-        special = attn_mask is not None or is_causal
-        if not self.has_prior or special or torch.compiler.is_exporting():
+        masked = attn_mask is not None or is_causal
+        if not self.has_prior or masked or torch.compiler.is_exporting():
             return super().forward(x, attn_mask, is_causal)
         assert self.grid is not None
         q, k, v = super().project(x)
         along_y, along_x = self.log_factors().split(self.grid, dim=-1)  # of [H, T, h + w]
         log_p = (along_y.unsqueeze(-1) + along_x.unsqueeze(-2)).flatten(-2)  # [H, T, T]
-        heads = self.attend(q, k, v, log_p.to(q.dtype).unsqueeze(0), False)
+        heads = self.attend(q, k, v, log_p.to(q.dtype).unsqueeze(0), is_causal=False)
         return self.output(heads, v, x)
 
 
@@ -97,8 +101,10 @@ class TimmInSteps(StandardAttention):
         super(Attention, self).__init__()  # an empty module: the parts are there
         for name, part in attention.named_children():
             setattr(self, name, part)
-        self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
-        self.attn_dim, self.scale = attention.attn_dim, attention.scale
+        self.num_heads = attention.num_heads
+        self.head_dim = attention.head_dim
+        self.attn_dim = attention.attn_dim
+        self.scale = attention.scale
         self.prior = None
 
 

@@ -1,10 +1,15 @@
 """Augmentation that says where each view lies in its image, so that stored Gaussians can move
 along.
 
-Everything works on batches of uint8 images [B, C, height, width] as the data set gives them, on any
-device. All random numbers are a function of (seed, epoch, image id): not of the batch an image is
-in, its place there, the process, or the device. Axis letters: B images, C channels, H heads, T
-tokens.
+torchvision's transforms would draw from the global generator: a resumed run, another number of
+ranks or a teacher on another machine would see other views, and stored maps of views would belong
+to no image that a student sees. Nor do they say where a crop came from, which a map needs in order
+to move with it. So all random numbers are a function of (seed, epoch, image id): not of the batch
+an image is in, its place there, the process, or the device. Whole batches of uint8 images [B, C,
+height, width] are augmented at once, on any device, because image by image RandAugment took eight
+times as long.
+
+Axis letters: B images, C channels, H heads, T tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +60,8 @@ def uniforms(
     return (words.reshape(len(ids), -1)[:, :k] + 0.5) * 2.0**-32
 
 
-_WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_WORD = np.uint64(0xFFFFFFFF)  # the lower 32 bits
+_HALF = np.uint64(32)  # shifts the upper 32 bits down
 
 
 def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
@@ -67,13 +73,12 @@ def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> list[np.ndarr
             np.uint64(word + number * step & 0xFFFFFFFF)
             for word, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
         )
-        from_a, from_c = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b, c, d = (
-            from_c >> _HALF ^ b ^ key_a,
-            from_c & _WORD,
-            from_a >> _HALF ^ d ^ key_b,
-            from_a & _WORD,
-        )
+        from_a = a * np.uint64(0xD2511F53)
+        from_c = c * np.uint64(0xCD9E8D57)
+        a = from_c >> _HALF ^ b ^ key_a
+        b = from_c & _WORD
+        c = from_a >> _HALF ^ d ^ key_b
+        d = from_a & _WORD
     return [a, b, c, d]
 
 
@@ -104,9 +109,11 @@ class Augment:
         moved, or when the settings ignore geometry; else it is on the images' device. Erasing fills
         in uint8, so before normalisation; it and the colour operations leave attention where it is.
         """
-        settings, count = self.settings, len(images)
+        settings = self.settings
+        count = len(images)
         height, width = images.shape[-2:]
-        offset, scale = np.zeros((count, 2)), np.ones((count, 2))
+        offset = np.zeros((count, 2))
+        scale = np.ones((count, 2))
         if places is not None:
             offset, scale = np.split(places.numpy(), 2, axis=1)
         elif settings.resized_crop:
@@ -124,6 +131,7 @@ class Augment:
             shifts = np.floor(steps).astype(np.int64) - padding
             flips = settings.flip & (uniforms(self.seed, epoch, image_ids, 1, FLIP)[:, 0] < 0.5)
             images = shift_and_flip(images, shifts, flips)
+            # a shift is in pixels of the view, which may be an enlarged part of the image
             offset = offset + scale * (2 * shifts / np.array([width, height]))
             scale = scale * np.stack([np.where(flips, -1, 1), np.ones(count)], axis=-1)
         if settings.randaugment:
@@ -133,8 +141,10 @@ class Augment:
         moves = settings.resized_crop or settings.crop_padding or settings.flip
         if settings.geometry == "ignore" or not moves:
             return images, None
-        tensors = (torch.from_numpy(array).float().to(images.device) for array in (offset, scale))
-        return images, Geometry(*tensors)
+        return images, Geometry(
+            offset=torch.from_numpy(offset).float().to(images.device),
+            scale=torch.from_numpy(scale).float().to(images.device),
+        )
 
     def crops(
         self, images: Iterable[Tensor], image_ids: np.ndarray, epochs: np.ndarray, size: int
@@ -148,12 +158,14 @@ class Augment:
         """
         assert self.settings.resized_crop
         draws = uniforms(self.seed, epochs, image_ids, 4 * ATTEMPTS, RESIZED_CROP)
-        crops, places = [], []
-        for image, drawn in zip(images, draws, strict=True):
+        crops = []
+        places = []
+        for image, numbers in zip(images, draws, strict=True):
             height, width = image.shape[-2:]
-            box = crop_boxes(drawn[None], (height, width), self.settings.resized_crop)
+            box = crop_boxes(numbers[None], (height, width), self.settings.resized_crop)
             crops.append(F.resized_crop(image, *box[0].tolist(), [size, size], antialias=True))
-            places.append(np.concatenate(_lies(box, *middle_square(height, width, size)), axis=1))
+            start, extent = middle_square(height, width, size)
+            places.append(np.concatenate(_lies(box, start, extent), axis=1))
         return torch.stack(crops).contiguous(), torch.from_numpy(np.concatenate(places))
 
     def _randaugment(
@@ -168,12 +180,14 @@ class Augment:
         numbers = np.floor(draws[:, ::2] * len(names)).astype(np.int64)
         signs = np.where(draws[:, 1::2] < 0.5, -1, 1)
         images = images.clone()
-        for number, sign in zip(numbers.T, signs.T, strict=True):
-            for of_name, of_sign in np.unique(np.stack([number, sign]), axis=1).T.tolist():
-                alike = torch.from_numpy(np.flatnonzero((number == of_name) & (sign == of_sign)))
-                alike = alike.to(images.device)
-                operation = OPERATIONS[names[of_name]]
-                images[alike] = operation(images[alike], settings.magnitude / 30, of_sign)
+        strength = settings.magnitude / 30
+        for step in range(settings.ops):
+            choices = np.stack([numbers[:, step], signs[:, step]], axis=1)  # [B, 2]
+            # images with the same operation and sign go through it together
+            for number, sign in np.unique(choices, axis=0).tolist():
+                positions = np.flatnonzero((choices == (number, sign)).all(axis=1))
+                group = torch.from_numpy(positions).to(images.device)
+                images[group] = OPERATIONS[names[number]](images[group], strength, sign)
         return images
 
     def _erase(self, images: Tensor, image_ids: Tensor, epoch: int | np.ndarray) -> Tensor:
@@ -196,9 +210,14 @@ def crop_boxes(
     torchvision's RandomResizedCrop draws them, from uniform numbers [B, 4 * ATTEMPTS]."""
     height, width = size
     boxes, fits = _boxes(draws, size, settings.scale, RATIO)
-    low, high = RATIO  # the largest box in the middle, when no attempt fits
-    h = height if width / height >= low else round(width / low)
-    w = width if width / height <= high else round(height * high)
+    # the largest box in the middle, when no attempt fits
+    low, high = RATIO
+    h = height
+    w = width
+    if width / height < low:
+        h = round(width / low)
+    elif width / height > high:
+        w = round(height * high)
     boxes[~fits] = (height - h) // 2, (width - w) // 2, h, w
     return boxes
 
@@ -208,8 +227,10 @@ def _lies(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(offset, scale) [B, 2] of boxes [B, 4] in the border coordinates of the part of an image that
     begins at ``start`` (x, y) and has this ``extent``, all in pixels."""
-    corners, sizes = boxes[:, 1::-1], boxes[:, :1:-1]
-    return (2 * (corners - start) + sizes) / extent - 1, sizes / extent
+    corners = boxes[:, [1, 0]]  # (left, top)
+    sizes = boxes[:, [3, 2]]  # (width, height)
+    offset = (2 * (corners - start) + sizes) / extent - 1  # of the box's middle
+    return offset, sizes / extent
 
 
 def middle_square(height: int, width: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -228,12 +249,15 @@ def shift_and_flip(images: Tensor, shifts: np.ndarray, flips: np.ndarray) -> Ten
     height, width = images.shape[-2:]
     margin = int(np.abs(shifts).max(initial=0))
     padded = F.pad(images, [margin])
-    views = [
-        image[:, margin + y : margin + y + height, margin + x : margin + x + width]
-        for image, (x, y) in zip(padded, shifts.tolist(), strict=True)
-    ]
-    pairs = zip(views, flips.tolist(), strict=True)
-    return torch.stack([view.flip(-1) if flip else view for view, flip in pairs])
+    views = []
+    for image, (x, y), flip in zip(padded, shifts.tolist(), flips.tolist(), strict=True):
+        top = margin + y
+        left = margin + x
+        view = image[:, top : top + height, left : left + width]
+        if flip:
+            view = view.flip(-1)
+        views.append(view)
+    return torch.stack(views)
 
 
 def _boxes(
@@ -245,12 +269,11 @@ def _boxes(
     draws = draws.reshape(len(draws), -1, 4)
     areas = height * width * (area[0] + draws[..., 0] * (area[1] - area[0]))
     ratios = np.exp(math.log(ratio[0]) + draws[..., 1] * math.log(ratio[1] / ratio[0]))
-    w, h = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
+    w = np.rint(np.sqrt(areas * ratios))
+    h = np.rint(np.sqrt(areas / ratios))
     fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
-    top, left = (
-        np.floor(draws[..., 2] * (height - h + 1)),
-        np.floor(draws[..., 3] * (width - w + 1)),
-    )
+    top = np.floor(draws[..., 2] * (height - h + 1))
+    left = np.floor(draws[..., 3] * (width - w + 1))
     first = fits.argmax(axis=1)
     image = np.arange(len(draws))
     boxes = np.stack([top, left, h, w], axis=-1)[image, first]
@@ -321,8 +344,9 @@ class Mix:
     def own_share(self, grid: tuple[int, int]) -> Tensor:
         """An image's own share in each cell of a grid, by area: float32 [B, T], row-major."""
         h, w = grid
-        covered_x, covered_y = (self._covered(axis, n) for axis, n in ((0, w), (1, h)))
-        covered = covered_y.unsqueeze(-1) * covered_x.unsqueeze(-2)
+        covered_x = self._covered(0, w)
+        covered_y = self._covered(1, h)
+        covered = covered_y.unsqueeze(-1) * covered_x.unsqueeze(-2)  # [B, h, w]
         return (self.blend[:, None] * (1 - covered.flatten(1))).float()
 
     def blended(self, values: Tensor, share: Tensor) -> Tensor:
@@ -331,7 +355,8 @@ class Mix:
 
     def _covered(self, axis: int, n: int) -> Tensor:
         """Share [B, n] of each of the n cells of an axis that the box covers."""
-        first, last = self.box[:, axis, None] * n, self.box[:, axis + 2, None] * n
+        first = self.box[:, axis, None] * n
+        last = self.box[:, axis + 2, None] * n
         cells = torch.arange(n, dtype=self.box.dtype)
         return (torch.minimum(last, cells + 1) - torch.maximum(first, cells)).clamp(0, 1)
 
@@ -365,7 +390,10 @@ def mix(
         order = part[np.lexsort((np.asarray(image_ids)[part], pairing[part]))]
         partner[order] = np.roll(order, -1)
     draws = uniforms(seed, epoch, image_ids, 4, MIXING)
-    cut = draws[:, 0] < (0.5 if settings.mixup and settings.cutmix else bool(settings.cutmix))
+    if settings.mixup and settings.cutmix:
+        cut = draws[:, 0] < 0.5
+    else:
+        cut = np.full(len(draws), bool(settings.cutmix))
     share = np.where(cut, _beta(draws[:, 1], settings.cutmix), _beta(draws[:, 1], settings.mixup))
     height, width = images.shape[-2:]
     boxes = _cutmix_boxes(share, draws[:, 2:], (height, width))
@@ -382,7 +410,9 @@ def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
     """Uniform draws turned into draws from Beta(alpha, alpha)."""
     from scipy.special import betaincinv
 
-    return betaincinv(alpha, alpha, draws) if alpha else draws
+    if not alpha:  # nobody reads them
+        return draws
+    return betaincinv(alpha, alpha, draws)
 
 
 def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int]) -> np.ndarray:

@@ -28,7 +28,7 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The folders that hold a folder of images for each class; None where there is none."""
+    """Folders that hold a folder of images for each class; None where there is none."""
 
     train: Path
     val: Path | None
@@ -42,7 +42,9 @@ def layout(root: Path) -> Layout:
     tells of folders beside ``train/`` that are of no split. Raises UserError for a ``root`` that is
     not there, is empty, or holds images, but none for training, and for two folders of one split.
     """
-    beside = _folders_in(root) if root.is_dir() else []
+    beside: list[Path] = []
+    if root.is_dir():
+        beside = _folders_in(root)
     folders: dict[str, Path] = {}
     others = []
     for folder in beside:
@@ -63,13 +65,18 @@ def layout(root: Path) -> Layout:
                 f"neither validation nor test images: {', '.join(others)}"
             )
         return Layout(folders["train"], folders.get("val"), folders.get("test"))
-    if not beside or any(map(_folders_in, folders.values())):  # else it is the name of a class
-        moved = "; if the images of a run have moved, repeat its command (run, phase-a or train) "
-        moved += "with --data NEW --run-dir RUN"
+    # a folder val/ or test/ with folders inside is a split; with images alone it is a class
+    if not beside or any(map(_folders_in, folders.values())):
+        moved = ""
+        if not root.exists():
+            moved = (
+                "; if the images of a run have moved, repeat its command (run, phase-a or train) "
+                "with --data NEW --run-dir RUN"
+            )
         raise UserError(
             f"data.root: no folder {str(root / 'train')!r}; it should hold train/CLASS/*.png "
             f"(val/ and test/ may stand beside train/); or {str(root)!r} should hold CLASS/*.png"
-            f"{'' if root.exists() else moved}"
+            f"{moved}"
         )
     return Layout(root, None, None)
 
@@ -105,7 +112,9 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
     without class folders, for a class without images, and where all classes hold the same two or
     more sub-folders and no image beside them: these sub-folders are the classes.
     """
-    classes, others, start = {}, [], len(os.path.join(folder, ""))
+    classes = {}
+    others = []
+    start = len(os.path.join(folder, ""))
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith("."):
             continue
@@ -129,32 +138,44 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
         )
     _check_levels(folder, classes)
     if others:
-        count = f"{len(others)} file{'s' * (len(others) > 1)}"
-        _say(f"data.root {folder}: left out {count} that are no images, such as {others[0]}")
+        files = "1 file"
+        if len(others) > 1:
+            files = f"{len(others)} files"
+        _say(f"data.root {folder}: left out {files} that are no images, such as {others[0]}")
     return classes
 
 
 def _check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
     """Raises UserError where the folders taken for classes are parts of a data set."""
-    inside = [
-        frozenset(image.split("/")[1] if image.count("/") > 1 else "" for image in images)
-        for images in classes.values()
-    ]
-    first = inside[0]
-    if len(inside) > 1 and len(first) > 1 and "" not in first and set(inside) == {first}:
-        parts, names = [*classes], sorted(first)
+    inside = {frozenset(map(_inner_folder, images)) for images in classes.values()}
+    first = next(iter(inside))
+    if len(classes) > 1 and len(inside) == 1 and len(first) > 1 and "" not in first:
         raise UserError(
-            f"data.root: {folder} holds {', '.join(parts[:3])}{', ...' * (len(parts) > 3)}, and "
-            f"each of them the same folders {', '.join(names[:3])}{', ...' * (len(names) > 3)}, "
-            "which look like the classes: name the parts train, val and test, or take one of them"
+            f"data.root: {folder} holds {_first_three([*classes])}, and each of them the same "
+            f"folders {_first_three(sorted(first))}, which look like the classes: name the parts "
+            "train, val and test, or take one of them"
         )
+
+
+def _inner_folder(image: str) -> str:
+    """The folder in its class folder that an image lies in; '' where it lies in none."""
+    _class, *folders, _file = image.split("/")
+    return folders[0] if folders else ""
+
+
+def _first_three(names: list[str]) -> str:
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += ", ..."
+    return text
 
 
 def images_below(folder: Path) -> tuple[list[str], list[str]]:
     """Paths of the images below a folder, sorted, and of other files there. Links to folders are
     followed, hidden files and folders are left out. Raises OSError for a folder that may not be
     read."""
-    images, others = [], []
+    images = []
+    others = []
     for path in _files(folder):
         # a link to nothing, too: it is refused when it is read
         if is_image(path) and (os.path.isfile(path) or not os.path.exists(path)):
@@ -209,13 +230,15 @@ class FolderFacts:
         return min(self.width, self.height)
 
     def __str__(self) -> str:
-        most, least = (pick(self.counts, key=self.counts.__getitem__) for pick in (max, min))
-        classes = f"{self.images:,} training images of {len(self.counts)} classes"
+        most = max(self.counts, key=self.counts.__getitem__)
+        least = min(self.counts, key=self.counts.__getitem__)
+        text = f"{self.images:,} training images of {len(self.counts)} classes"
         if self.counts[most] > self.counts[least]:
-            classes += f" ({self.counts[least]:,} of {least} to {self.counts[most]:,} of {most})"
-        val = "" if self.val is None else f", {self.val:,} validation images"
+            text += f" ({self.counts[least]:,} of {least} to {self.counts[most]:,} of {most})"
+        if self.val is not None:
+            text += f", {self.val:,} validation images"
         test = "no" if self.test is None else f"{self.test:,}"
-        return f"{classes}{val}, {test} test images, {self.width} x {self.height} pixels"
+        return f"{text}, {test} test images, {self.width} x {self.height} pixels"
 
 
 def facts_of(root: Path) -> FolderFacts:
@@ -226,17 +249,20 @@ def facts_of(root: Path) -> FolderFacts:
     names = [name for images in classes.values() for name in images]
     sampled = dict.fromkeys(names[i * len(names) // SAMPLE] for i in range(SAMPLE))
     widths, heights = zip(*(_size(folders.train / name) for name in sampled), strict=True)
-    val, test = (
-        sum(map(len, find_classes(folder).values())) if folder else None
-        for folder in (folders.val, folders.test)
-    )
     return FolderFacts(
         counts={name: len(images) for name, images in classes.items()},
         width=round(statistics.median(widths)),
         height=round(statistics.median(heights)),
-        val=val,
-        test=test,
+        val=_count_images(folders.val),
+        test=_count_images(folders.test),
     )
+
+
+def _count_images(folder: Path | None) -> int | None:
+    """Images of a split; None where there is no such folder."""
+    if folder is None:
+        return None
+    return sum(map(len, find_classes(folder).values()))
 
 
 def _size(path: Path) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
                     if changed_ns < settled_ns:
                         known[name] = stamp, digest
                     progress.advance(1)
-            finally:  # after a refusal or an interrupt, too, nothing is read twice
+            finally:  # so that nothing is read twice after a refusal or an interrupt
                 pool.shutdown(cancel_futures=True)
                 write_digests(cached, known)
     return [digests[name] for name in names]
@@ -79,8 +79,9 @@ def _stamp(path: str) -> tuple[str, int]:
         status = os.stat(path)
     except OSError:  # a link to nothing: it is refused when it is read
         return "", 0
-    times = status.st_mtime_ns, status.st_ctime_ns
-    return f"{status.st_size} {times[0]} {times[1]} {status.st_ino}", max(times)
+    modified = status.st_mtime_ns
+    changed = status.st_ctime_ns
+    return f"{status.st_size} {modified} {changed} {status.st_ino}", max(modified, changed)
 
 
 def _examine(path: str) -> str:
@@ -144,7 +145,9 @@ class FileImages(Dataset[Any]):
         settings: DataSettings,
         class_names: Sequence[str] = (),
     ) -> None:
-        self.root, self.names, self.settings = root, names, settings
+        self.root = root
+        self.names = names
+        self.settings = settings
         self.class_names = tuple(class_names)
         self.size = settings.image_size or FILE_IMAGE_SIZE
         self.labels = np.asarray(labels, dtype=np.int64)
@@ -158,7 +161,7 @@ class FileImages(Dataset[Any]):
         where = np.asarray(positions)
         numbers = np.searchsorted(self.positions, where)
         images = None
-        if (self.positions.take(numbers, mode="clip") == where).all():
+        if (self.positions.take(numbers, mode="clip") == where).all():  # all may be in the cache
             images = self.cache.gather(numbers)
         if images is None:
             images = torch.stack([self._square(position) for position in positions]).contiguous()
@@ -201,7 +204,9 @@ class FileImages(Dataset[Any]):
     def cache(self) -> ImageCache:
         """The kept squares of the images at :attr:`positions`."""
         enabled = self.settings.cache == "auto"
-        digest = self._digest_of_squares() if enabled else "none"
+        digest = "none"
+        if enabled:  # else no file need be read for it
+            digest = self._digest_of_squares()
         cache = ImageCache(digest, (len(self.positions), 3, self.size, self.size), enabled)
         cache.open()
         return cache

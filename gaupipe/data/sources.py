@@ -1,4 +1,4 @@
-"""The data sets that ``data.name`` can name: where their images come from.
+"""Data sets that ``data.name`` can name: where their images come from.
 
 Labels are known without decoding an image. Images in files are decoded when they are asked for.
 """
@@ -40,17 +40,20 @@ def open_sources(
 
         digits = load_digits()
         images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[:, None]
-        train, test = ArrayImages(images, digits.target), None
+        train = ArrayImages(images, digits.target)
+        test = None
     elif settings.name == "fashion_mnist":
         usual = os.environ.get("GAUPIPE_FASHION_MNIST") or DEBIAN_FASHION_MNIST
         root = settings.root or Path(usual)
-        train, test = _idx_images(root, "train"), _idx_images(root, "t10k")
+        train = _idx_images(root, "train")
+        test = _idx_images(root, "t10k")
     else:
-        of_timm, tested = _timm_sources(settings, download)
-        return of_timm, None, tested
+        timm_train, timm_test = _timm_sources(settings, download)
+        return timm_train, None, timm_test
     if settings.image_size:
         train = train.resized(settings.image_size, settings.interpolation)
-        test = test and test.resized(settings.image_size, settings.interpolation)
+        if test is not None:
+            test = test.resized(settings.image_size, settings.interpolation)
     return train, None, test
 
 
@@ -95,18 +98,19 @@ def _folder_sources(
     folders = layout(settings.root or Path("data"))
     training = find_classes(folders.train)
 
-    def images_of(folder: Path | None) -> FileImages | None:
+    def held_out(folder: Path | None) -> FileImages | None:
         if folder is None:
             return None
         classes = find_classes(folder)
-        if unknown := sorted(classes.keys() - training.keys()):
+        unknown = sorted(classes.keys() - training.keys())
+        if unknown:
             raise UserError(
                 f"data.root: {folder} has the class {unknown[0]!r}, which {folders.train} lacks"
             )
         return labelled_images(folder, classes, [*training], settings)
 
     train = labelled_images(folders.train, training, [*training], settings)
-    return train, images_of(folders.val), images_of(folders.test)
+    return train, held_out(folders.val), held_out(folders.test)
 
 
 def labelled_images(
@@ -128,12 +132,13 @@ def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Sourc
         )
     train = _timm_data_set(settings, download, "train")
     test = _timm_data_set(settings, download, "validation", "test")
-    classes, tested = (getattr(source, "class_to_idx", {}) for source in (train, test))
-    if classes != tested:
+    classes = getattr(train, "class_to_idx", {})
+    test_classes = getattr(test, "class_to_idx", {})
+    if classes != test_classes:
+        different = min(classes.keys() ^ test_classes.keys(), default="")
         raise UserError(
             f"data set {settings.name}: training and test images do not have the same "
-            f"classes; {min(set(classes) ^ set(tested), default='')!r} is one that only one of "
-            "them has"
+            f"classes; {different!r} is one that only one of them has"
         )
     return _timm_source(train, settings), _timm_source(test, settings)
 
@@ -142,7 +147,8 @@ def _timm_data_set(settings: DataSettings, download: bool, *splits: str) -> Any:
     """timm's data set of the first of ``splits`` that there is."""
     from timm.data import create_dataset
 
-    name, root = settings.name, str(settings.root or Path("data"))
+    name = settings.name
+    root = str(settings.root or Path("data"))
     try:
         return create_dataset(
             name, root=root, split=splits[0], download=download, is_training=False
@@ -159,19 +165,23 @@ def _timm_data_set(settings: DataSettings, download: bool, *splits: str) -> Any:
 
 def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     """The images of a data set of torchvision, which keeps them in an array or in files."""
-    pixels, size = getattr(data_set, "data", None), settings.image_size
+    pixels = getattr(data_set, "data", None)
     numbers = getattr(data_set, "class_to_idx", {})  # ImageNet has several names of a class
     first = {number: name for name, number in reversed(numbers.items())}
     class_names = [first[number] for number in sorted(first)]
     if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
         pixels = np.asarray(pixels)
-        pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
+        if pixels.ndim == 3:
+            pixels = pixels[..., None]  # [N, height, width, 1]
+        pixels = pixels.transpose(0, 3, 1, 2)  # [N, C, height, width]
         array = ArrayImages(pixels, data_set.targets, class_names)
-        return array.resized(size or pixels.shape[-1], settings.interpolation)
+        size = settings.image_size or pixels.shape[-1]
+        return array.resized(size, settings.interpolation)
     files = _files(data_set)
     start = len(os.path.join(data_set.root, ""))
-    names, labels = [str(path)[start:] for path, _ in files], [label for _, label in files]
-    return FileImages(Path(data_set.root), names, np.asarray(labels), settings, class_names)
+    names = [str(path)[start:] for path, _ in files]
+    labels = np.asarray([label for _, label in files])
+    return FileImages(Path(data_set.root), names, labels, settings, class_names)
 
 
 def _files(data_set: Any) -> list[tuple[str, int]]:
@@ -179,4 +189,6 @@ def _files(data_set: Any) -> list[tuple[str, int]]:
     if hasattr(data_set, "index"):  # iNaturalist's, in the order of the file system's listing
         folders = [os.path.join(data_set.root, name) for name in data_set.all_categories]
         return sorted((os.path.join(folders[label], name), label) for label, name in data_set.index)
-    return data_set.samples if hasattr(data_set, "samples") else data_set.imgs
+    if hasattr(data_set, "samples"):
+        return data_set.samples
+    return data_set.imgs

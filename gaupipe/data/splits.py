@@ -95,7 +95,9 @@ class ImageData:
     def test_sha256(self) -> str | None:
         """Names the test images, in the same way; None where there are none. All of them are read
         when it is first asked for."""
-        return None if self.test is None else _digest(self.test)
+        if self.test is None:
+            return None
+        return _digest(self.test)
 
     @property
     def class_names(self) -> list[str]:
@@ -131,7 +133,8 @@ class ImageData:
     def keep(self, training: bool) -> None:
         """Decodes validation images of a source of their own into the user's cache, and with
         ``training`` the source of the training images too."""
-        val, train = self.val.source, self.train.source
+        val = self.val.source
+        train = self.train.source
         if isinstance(val, FileImages) and val is not train:
             val.keep()
         if isinstance(train, FileImages) and training:
@@ -153,8 +156,10 @@ class ImageData:
         """Raises UserError if :meth:`write_split` wrote ``path`` for other images or other names of
         classes; other test images are refused with ``test`` alone, where they are about to be
         scored. A file that is not there says nothing."""
+        if not path.is_file():
+            return
         try:
-            written = json.loads(path.read_bytes()) if path.is_file() else {}
+            written = json.loads(path.read_bytes())
         except (ValueError, RecursionError):
             written = None
         if not isinstance(written, dict):
@@ -191,16 +196,21 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
     train, val, test = open_sources(settings, download)
     labels = train.labels
     if len(np.unique(labels)) < 2:
-        name = train.class_names[0] if train.class_names else labels[0]
+        name = labels[0]
+        if train.class_names:
+            name = train.class_names[0]
         raise UserError(
             f"data set {settings.name}: the training images are all of the class {name!r}; "
             "two or more are needed (in a folder each, if they are files)"
         )
+    positions = np.arange(len(labels))
     if val is not None:
-        positions, held_out = np.arange(len(labels)), np.arange(len(val))
+        held_out = np.arange(len(val))
     else:
-        val_fraction = 0.2 if settings.name == "digits" else settings.val_fraction
-        positions, held_out = _stratified(train, np.arange(len(labels)), val_fraction)
+        share = settings.val_fraction
+        if settings.name == "digits":  # so small that a tenth would say little
+            share = 0.2
+        positions, held_out = _stratified(train, positions, share)
     count = settings.train_images or len(positions)
     if count > len(positions):
         raise UserError(
@@ -213,29 +223,36 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     if isinstance(train, FileImages):
-        train.positions = positions if val is not None else np.union1d(positions, held_out)
-        image_size, mean, std = train.size, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+        train.positions = positions
+        if val is None:
+            train.positions = np.union1d(positions, held_out)
+        image_size = train.size
+        mean = IMAGENET_DEFAULT_MEAN
+        std = IMAGENET_DEFAULT_STD
     else:
         image_size = train.images.shape[-1]
         mean, std = _mean_and_std(train.images[torch.from_numpy(positions)])
-    scaling, channels = settings.scaling, len(mean)
-    return ImageData(
+    channels = len(mean)
+    data = ImageData(
         name=settings.name,
         train=split,
         val=Split(train if val is None else val, held_out),
-        test=Split(test, np.arange(len(test))) if test is not None else None,
         num_classes=int(labels.max()) + 1,
         channels=channels,
         image_size=image_size,
-        mean=_of_channels(scaling.get("mean") or mean, channels),
-        std=_of_channels(scaling.get("std") or std, channels),
+        mean=_by_channel(settings.scaling.get("mean") or mean, channels),
+        std=_by_channel(settings.scaling.get("std") or std, channels),
         interpolation=settings.interpolation,
         sha256=_digest(split),
-        val_sha256=None if val is None else _digest(Split(val, held_out)),
     )
+    if test is not None:
+        data.test = Split(test, np.arange(len(test)))
+    if val is not None:
+        data.val_sha256 = _digest(data.val)
+    return data
 
 
-def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+def _by_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
     """A value of ``data.scaling`` for each channel; for grey images the mean of three."""
     if len(values) in (1, 3) and len(values) != channels:
         values = [sum(values) / len(values)] * channels
@@ -253,14 +270,16 @@ def _digest(split: Split) -> str:
 
 
 def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of each channel of uint8 images, as shares of 255, from counts: without a copy of them."""
-    counts = torch.stack(
-        [torch.bincount(channel.flatten(), minlength=256).double() for channel in images.unbind(1)]
-    )
-    values, pixels = torch.arange(256, dtype=torch.float64) / 255, counts.sum(1)
+    """Mean and standard deviation of each channel of uint8 images, as shares of 255. They are
+    taken from a histogram, because a floating point copy of a data set may not fit into memory."""
+    histograms = [torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]
+    counts = torch.stack(histograms).double()  # [C, 256]
+    values = torch.arange(256, dtype=torch.float64) / 255
+    pixels = counts.sum(1)
     means = (counts * values).sum(1) / pixels
     squares = (counts * (values - means[:, None]) ** 2).sum(1)
-    return tuple(means.tolist()), tuple((squares / (pixels - 1)).sqrt().tolist())
+    stds = (squares / (pixels - 1)).sqrt()
+    return tuple(means.tolist()), tuple(stds.tolist())
 
 
 def _stratified(

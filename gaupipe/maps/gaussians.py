@@ -21,9 +21,11 @@ from torch.nn.functional import pad
 RAW_SIZE = {"loc_scale": 4, "paper": 8}
 """Raw numbers per Gaussian of each parametrisation."""
 
-MIN_STD_PIXELS, MAX_STD_PIXELS = 1e-3, 2e3
-"""Narrower than the first a Gaussian is a point to float32; wider than the second, all its mass
-is on the borders."""
+MIN_STD_PIXELS = 1e-3
+"""A narrower Gaussian is a point to float32."""
+
+MAX_STD_PIXELS = 2e3
+"""A wider Gaussian has all its mass on the borders."""
 
 MAX_LOG_STD = 11.0
 """Larger ones change nothing but overflow: exp(11) is more than MAX_STD_PIXELS on every grid, and
@@ -41,11 +43,18 @@ def initial_raw(parametrisation: str) -> Tensor:
 def raw_at_tokens(grid: tuple[int, int]) -> Tensor:
     """The raw numbers (``loc_scale``) [T, 4] of a Gaussian on each token of a grid (h, w), its std
     one token along both axes."""
-    places = [torch.linspace(-1, 1, n) if n > 1 else torch.zeros(1) for n in grid]
-    y, x = torch.meshgrid(*places, indexing="ij")
+    h, w = grid
+    y, x = torch.meshgrid(_token_centres(h), _token_centres(w), indexing="ij")
     means = torch.stack([x, y], dim=-1).flatten(0, 1)  # [T, 2]
     stds = torch.tensor([2 / max(n - 1, 1) for n in reversed(grid)]).expand_as(means)
     return torch.cat([means, stds.log()], dim=-1)
+
+
+def _token_centres(n: int) -> Tensor:
+    """The normalised coordinates [n] of n tokens; of one alone the middle."""
+    if n == 1:
+        return torch.zeros(1)
+    return torch.linspace(-1, 1, n)
 
 
 def from_raw(raw: Tensor, parametrisation: str) -> Tensor:
@@ -110,9 +119,8 @@ def local_axes(grid: tuple[int, int], stds: Sequence[float]) -> tuple[Tensor, Te
     h, w = grid
     # written so that an infinite std gives 0, and a tiny one no overflow
     scale = (1 / torch.tensor(stds, dtype=torch.float64)).view(-1, 1, 1)
-    along_y, along_x = (
-        (-0.5 * (_token_distances(n) * scale).square()).softmax(-1).float() for n in grid
-    )  # [H, h, h] and [H, w, w]
+    along_y = (-0.5 * (_token_distances(h) * scale).square()).softmax(-1).float()  # [H, h, h]
+    along_x = (-0.5 * (_token_distances(w) * scale).square()).softmax(-1).float()  # [H, w, w]
     return along_y.repeat_interleave(w, dim=1), along_x.repeat(1, h, 1)
 
 
@@ -161,8 +169,9 @@ def axis_weights(mean: Tensor, std: Tensor, n: int) -> Tensor:
     """
     if n == 1:
         return torch.ones_like(mean).unsqueeze(-1)
-    m, pixels = _pixels(mean, n), std * ((n - 1) / 2)
-    m = m * (MAX_STD_PIXELS / pixels.clamp_min(MAX_STD_PIXELS))
+    pixels = std * ((n - 1) / 2)
+    # where the std is cut to the largest, the mean shrinks with it: what matters is m / s
+    m = _pixels(mean, n) * (MAX_STD_PIXELS / pixels.clamp_min(MAX_STD_PIXELS))
     s = pixels.clamp(MIN_STD_PIXELS, MAX_STD_PIXELS).unsqueeze(-1)
     distance = _distances(m, n)
     far = distance.abs()
@@ -184,7 +193,8 @@ def _distances(u: Tensor, n: int) -> Tensor:
 def _ramp(distance: Tensor) -> Tensor:
     """distance[..., :-1] clamped to [0, 1], with the derivative one half at 0 and at 1, where
     ``clamp`` has 1; ``maximum`` and ``minimum`` share it between equals."""
-    zero, one = distance.new_zeros(()), distance.new_ones(())
+    zero = distance.new_zeros(())
+    one = distance.new_ones(())
     return torch.minimum(torch.maximum(distance[..., :-1], zero), one)
 
 
@@ -223,7 +233,7 @@ def move(
     Queries are interpolated (:func:`interpolate_queries`), and a Gaussian's coordinates become
     those of the view, mean = (mean - offset) / scale and std = std / abs(scale), and of the new
     grid. Attention that lies outside the view reads its border, as everywhere. Differentiable in
-    the Gaussians. Without a geometry and a new grid they are returned as they are.
+    the Gaussians. Without a geometry and a new grid the same tensor is returned.
 
     A mirrored or token-aligned view has exactly the mirrored or shifted expected map, as far as
     attention stays inside the view. Between tokens the interpolation of parameters stands in for a
@@ -237,16 +247,28 @@ def move(
     rows = stored.transpose(1, 2).flatten(2).unsqueeze(1)  # [B or 1, 1, T, M * 4]
     taken = interpolate_queries(rows, geometry, grid, new_grid).squeeze(1).unflatten(2, (-1, 4))
     taken = taken.transpose(1, 2).float()  # [B, M, T', 4]
-    stretches = list(zip(token_stretch(grid), token_stretch(new_grid), strict=True))
-    ratio = [1.0 if old == new else new / old if old else 0.0 for old, new in stretches]
+    ratio = _stretch_ratio(grid, new_grid)
     taken = taken * taken.new_tensor([*ratio, *ratio])
     if geometry is not None:
-        offset, scale = (part.to(taken.device) for part in (geometry.offset, geometry.scale))
-        offset = offset * taken.new_tensor(token_stretch(new_grid))
+        scale = geometry.scale.to(taken.device)
+        offset = geometry.offset.to(taken.device) * taken.new_tensor(token_stretch(new_grid))
         shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None]
         factor = torch.cat([scale, scale.abs()], dim=-1).float()[:, None, None]
         taken = (taken - shift) / factor
     return taken.reshape(len(taken), *gaussians.shape[1:-2], -1, 4)
+
+
+def _stretch_ratio(grid: tuple[int, int], new_grid: tuple[int, int]) -> list[float]:
+    """(x, y) of a coordinate on the new grid over that on the old one, for the same place."""
+    ratio = []
+    for old, new in zip(token_stretch(grid), token_stretch(new_grid), strict=True):
+        if old == new:
+            ratio.append(1.0)
+        elif old == 0:  # the one token of the old axis lies in the middle
+            ratio.append(0.0)
+        else:
+            ratio.append(new / old)
+    return ratio
 
 
 def interpolate_queries(
@@ -259,13 +281,13 @@ def interpolate_queries(
     bilinear interpolation between the four queries around it, clamped to the border, and exactly
     one query's where the position falls on a token.
     """
-    rows = rows if rows.dtype == torch.float64 else rows.float()
-    weights_y, weights_x = (
-        token_weights(view_pixels(geometry, axis, old, centres(new)), old).to(rows)
-        for axis, old, new in ((1, grid[0], new_grid[0]), (0, grid[1], new_grid[1]))
-    )
+    if rows.dtype != torch.float64:
+        rows = rows.float()
+    weights_y = _query_weights(geometry, 1, grid[0], new_grid[0]).to(rows)  # [B or 1, h', h]
+    weights_x = _query_weights(geometry, 0, grid[1], new_grid[1]).to(rows)  # [B or 1, w', w]
     images = max(len(rows), len(weights_y))
-    weights_y, weights_x = (w.expand(images, -1, -1) for w in (weights_y, weights_x))
+    weights_y = weights_y.expand(images, -1, -1)
+    weights_x = weights_x.expand(images, -1, -1)
     rows = rows.expand(images, -1, -1, -1)
     with torch.autocast(rows.device.type, enabled=False):
         # matmul rather than einsum, which would copy the rows for every axis
@@ -273,6 +295,11 @@ def interpolate_queries(
         rows = weights_y[:, None] @ rows.unflatten(2, grid).flatten(3)  # [B, H, h', w * K]
         rows = weights_x[:, None, None] @ rows.unflatten(3, (grid[1], keys))  # [B, H, h', w', K]
     return rows.flatten(2, 3)
+
+
+def _query_weights(geometry: Geometry | None, axis: int, old: int, new: int) -> Tensor:
+    """Weights [B or 1, new, old] of the stored tokens of an axis for each query of the view."""
+    return token_weights(view_pixels(geometry, axis, old, centres(new)), old)
 
 
 ON_TOKEN = 1e-4
@@ -302,6 +329,7 @@ def view_pixels(geometry: Geometry | None, axis: int, n: int, border: Tensor) ->
     border coordinates: [B or 1, m] float64, on the geometry's device."""
     position = border.unsqueeze(0)
     if geometry is not None:
-        offset, scale = (v[:, axis, None].double() for v in (geometry.offset, geometry.scale))
+        offset = geometry.offset[:, axis, None].double()
+        scale = geometry.scale[:, axis, None].double()
         position = offset + scale * border.to(offset.device)
     return (position + 1) * (n / 2) - 0.5

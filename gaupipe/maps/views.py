@@ -34,7 +34,8 @@ def from_top_k(keys: Tensor, weights: Tensor, tokens: int) -> Tensor:
     What the weights leave of 1 is spread evenly over the other keys. Weights that sum to more than
     1, as rounding can make them, are divided by their sum, and so are those of all T keys.
     """
-    weights, others = weights.float(), tokens - keys.shape[-1]
+    weights = weights.float()
+    others = tokens - keys.shape[-1]
     rest = (1 - weights.sum(-1, keepdim=True)).clamp_min(0)
     rows = (rest / max(others, 1)).expand(*rest.shape[:-1], tokens)
     rows = rows.scatter(-1, keys.long(), weights)
@@ -52,7 +53,8 @@ def without_prefix(maps: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     if not prefix:
         return maps, maps.new_zeros(maps.shape[:2])
     rows = maps[..., prefix:, :]
-    patches, dropped = rows[..., prefix:], rows[..., :prefix].sum(-1).mean(-1)
+    patches = rows[..., prefix:]
+    dropped = rows[..., :prefix].sum(-1).mean(-1)
     left = patches.sum(-1, keepdim=True)
     tiny = torch.finfo(maps.dtype).tiny
     uniform = patches.new_tensor(1 / patches.shape[-1])
@@ -77,26 +79,25 @@ def move_map(
     lies in the image, or over the whole view where no part does.
 
     A mirrored view has exactly the mirrored map, and a view shifted by whole tokens the shifted
-    one, its rows divided by what they have in the view. Without a geometry and a new grid the maps
-    are returned as they are.
+    one, its rows divided by what they have in the view. Without a geometry and a new grid the same
+    tensor is returned.
     """
     if geometry is None and new_grid in (None, grid):
         return maps
     new_grid = new_grid or grid
     rows = interpolate_queries(maps, geometry, grid, new_grid)  # [B, H, T', T]
-    covers_y, covers_x = (
-        _cells_covered(geometry, axis, old, new).to(rows.device, torch.float32)
-        for axis, old, new in ((1, grid[0], new_grid[0]), (0, grid[1], new_grid[1]))
-    )
+    covers_y = _cells_covered(geometry, 1, grid[0], new_grid[0])  # [B or 1, h', h]
+    covers_y = covers_y.to(rows.device, torch.float32)
+    covers_x = _cells_covered(geometry, 0, grid[1], new_grid[1])  # [B or 1, w', w]
+    covers_x = covers_x.to(rows.device, torch.float32)
     with torch.autocast(rows.device.type, enabled=False):
         # Taken from what is lost, not from what is left: a row that loses nothing is not touched.
         outside = 1 - torch.einsum("bi,bj->bij", covers_y.sum(1), covers_x.sum(1))
         lost = rows @ outside.flatten(1)[:, None, :, None]  # [B, H, T', 1]
-        seen = (rows.reshape(len(rows), -1, grid[1]) @ covers_x.mT).reshape(
-            *rows.shape[:3], grid[0], new_grid[1]
-        )
+        seen = rows.reshape(len(rows), -1, grid[1]) @ covers_x.mT
+        seen = seen.reshape(*rows.shape[:3], grid[0], new_grid[1])  # [B, H, T', h, w']
         seen = torch.einsum("byi,bhqix->bhqyx", covers_y.expand(len(seen), -1, -1), seen)
-        seen = seen.flatten(-2)
+        seen = seen.flatten(-2)  # [B, H, T', T']
         area = torch.einsum("by,bx->byx", covers_y.sum(2), covers_x.sum(2)).flatten(1)
     area = torch.where(area.sum(-1, keepdim=True) > 0, area, 1.0)
     uniform = (area / area.sum(-1, keepdim=True))[:, None, None]

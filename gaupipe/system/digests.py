@@ -1,19 +1,15 @@
-"""``SHA256SUMS``: the digests of a folder's files, beside them, as ``sha256sum -c SHA256SUMS``
-reads them."""
+"""Checkpoint files: flushed to the disk when they are written, and whole when they are read."""
 
 from __future__ import annotations
 
 import hashlib
-import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gaupipe.system.errors import UserError
-from gaupipe.system.files import flush, naming, write_flushed
-
-SUMS = "SHA256SUMS"
+from gaupipe.system.files import flush, naming
 
 
 def save(state: Any, path: Path) -> str:
@@ -25,65 +21,15 @@ def save(state: Any, path: Path) -> str:
     return sha256(path)
 
 
+def check(path: Path) -> None:
+    """Raises ValueError or BadZipFile for a file of ``torch.save`` of which a bit has changed: it
+    is a zip archive with a CRC-32 of each tensor, which torch does not compare."""
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise ValueError(f"the checksum of {damaged} differs")
+
+
 def sha256(path: Path) -> str:
     """The digest of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def replace(partial: Path, path: Path, digest: str) -> None:
-    """Puts the file ``partial``, whose digest is known, in the place of ``path``.
-
-    A process killed at any moment leaves a file whose digest is listed: while one file replaces the
-    other both are. The caller has flushed ``partial`` to the disk.
-    """
-    folder = path.parent
-    sums = read(folder) or {}
-    before = sums.get(path.name) or ([sha256(path)] if path.is_file() else [])
-    _write(folder, {**sums, path.name: [digest, *before]})
-    partial.replace(path)
-    flush(folder)
-    _write(folder, {**sums, path.name: [digest]})
-
-
-def write(folder: Path) -> None:
-    """Lists the digests of all files of ``folder``."""
-    _write(
-        folder,
-        {path.name: [sha256(path)] for path in sorted(folder.iterdir()) if path.name != SUMS},
-    )
-
-
-def check(path: Path) -> None:
-    """Raises UserError if a file is not the one whose digest lies beside it. A folder without
-    ``SHA256SUMS``, such as another program writes, is not checked."""
-    sums = read(path.parent)
-    if sums is not None and sha256(path) not in sums.get(path.name, []):
-        raise UserError(
-            f"{path} is damaged, or not the file that {SUMS} beside it lists: "
-            f"restore both from a copy, or start afresh"
-        )
-
-
-def read(folder: Path) -> dict[str, list[str]] | None:
-    """The digests of each file that ``SHA256SUMS`` lists; None where there is none. Raises
-    UserError for a damaged one."""
-    path = folder / SUMS
-    try:
-        text = path.read_bytes().decode(errors="replace")
-    except FileNotFoundError:
-        return None
-    sums: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        entry = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
-        if not entry:
-            raise UserError(
-                f"{path} is damaged: a line of it is not 'SHA256  FILE'; restore it from a copy"
-            )
-        sums.setdefault(entry[2], []).append(entry[1])
-    return sums
-
-
-def _write(folder: Path, sums: dict[str, list[str]]) -> None:
-    lines = [f"{digest}  {name}\n" for name, digests in sums.items() for digest in digests]
-    write_flushed(folder / SUMS, "".join(lines))

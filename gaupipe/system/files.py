@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import glob
 import os
@@ -14,9 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gaupipe.system.errors import UserError
-
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Linux's numbers for ``renameat2``."""
 
 
 @contextlib.contextmanager
@@ -97,9 +93,8 @@ def replaced(folder: Path) -> Iterator[Path]:
     """A new folder beside ``folder`` that takes its place, contents and all, when the block ends
     without an exception.
 
-    Linux exchanges the two in one step, so that there is a whole folder at every moment. A file
-    system that cannot do that (some network file systems) needs two: a process killed between them
-    leaves the earlier folder under the name ``.NAME.replaced-*``, and the next call puts it back.
+    A process killed between its two renames leaves the earlier folder under the name
+    ``.NAME.replaced-*``, and the next call puts it back.
     What killed calls left is removed by the next one.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,13 +107,13 @@ def replaced(folder: Path) -> Iterator[Path]:
             fresh.chmod(0o755)
             for path in (*fresh.iterdir(), fresh):
                 flush(path)
-            if not folder.exists():
+            if folder.exists():
+                _replace(fresh, folder)
+            else:
                 fresh.rename(folder)
-            elif not _exchange(fresh, folder):
-                _replace_in_two_steps(fresh, folder)
             flush(folder.parent)
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)  # after an exchange it is the earlier folder
+            shutil.rmtree(fresh, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -151,17 +146,7 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _exchange(left: Path, right: Path) -> bool:
-    """Exchanges two folders in one step; False where that cannot be done."""
-    try:
-        renameat2 = ctypes.CDLL(None).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    names = AT_FDCWD, os.fsencode(left), AT_FDCWD, os.fsencode(right)
-    return renameat2(*names, ctypes.c_uint(RENAME_EXCHANGE)) == 0
-
-
-def _replace_in_two_steps(fresh: Path, folder: Path) -> None:
+def _replace(fresh: Path, folder: Path) -> None:
     earlier = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.replaced-"))
     folder.rename(earlier / folder.name)
     fresh.rename(folder)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import naming
+from gaupipe.system.terminal import fitted
 
 SILENCE = 60
 """Seconds after which a job that has said nothing says how far it is."""
@@ -42,14 +44,32 @@ class EpochMetrics(TypedDict):
     images_per_s: NotRequired[float]
 
 
+EPOCHS_SHOWN = 10
+"""Epochs whose lines stay on a terminal when a job ends."""
+
+
+class Bar(Progress):
+    """A bar below the line of the last epoch."""
+
+    last = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.last:
+            yield Text(self.last)
+        yield from super().get_renderables()
+
+
 class EpochProgress:
-    """Progress of a job: a bar with speed and time left on a terminal; elsewhere plain lines, one
-    per epoch and one per minute of :data:`SILENCE`. Of several ranks the first shows it."""
+    """Progress of a job. On a terminal it is the line of the last epoch, and a bar with speed and
+    time left; at the end at most :data:`EPOCHS_SHOWN` epochs, so that many epochs do not push what
+    else was said off the screen. Elsewhere plain lines, one per epoch and one per minute of
+    :data:`SILENCE`. Of several ranks the first shows it."""
 
     def __init__(self, label: str, images_per_epoch: int, epochs: int, done: int = 0) -> None:
         self.label, self.epochs, self.total = label, epochs, images_per_epoch * epochs
         self.console = Console(stderr=True, highlight=False, quiet=not distributed.is_main())
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
+        self._epochs: list[str] = []
         self._task = TaskID(0)
         self._shown = 0.0
         self._started = self._said = time.monotonic()
@@ -57,7 +77,7 @@ class EpochProgress:
 
     def __enter__(self) -> EpochProgress:
         if self.console.is_terminal:
-            self._bar = bar = Progress(
+            self._bar = bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=10),
                 TextColumn("{task.percentage:>3.0f}%"),
@@ -74,6 +94,8 @@ class EpochProgress:
     def __exit__(self, *_exception: Any) -> None:
         if self._bar:
             self._bar.stop()
+            for line in spread(self._epochs, EPOCHS_SHOWN):
+                self.console.print(line, soft_wrap=True)
 
     def skip(self, images: int) -> None:
         """Counts images that an earlier process has done."""
@@ -101,10 +123,25 @@ class EpochProgress:
         if self._bar:
             self._bar.update(self._task, description=text)
 
+    def epoch(self, text: str) -> None:
+        """The line of an epoch that has finished."""
+        if self._bar is None:
+            self.line(text)
+            return
+        self._epochs.append(text)
+        self._bar.last = text
+
     def line(self, text: str) -> None:
         """Prints a line above the bar."""
         self._said = time.monotonic()
-        (self._bar.console if self._bar else self.console).print(text, soft_wrap=True)
+        self.console.print(fitted(text, self.console.file), soft_wrap=True)
+
+
+def spread(lines: Sequence[str], most: int) -> list[str]:
+    """At most ``most`` of the lines, in equal steps, the first and the last among them."""
+    if len(lines) <= most:
+        return [*lines]
+    return [lines[round(i * (len(lines) - 1) / (most - 1))] for i in range(most)]
 
 
 def write_metrics(path: Path, entries: Sequence[EpochMetrics], mode: str = "w") -> None:

@@ -36,14 +36,12 @@ def with_images_of_weights(settings: Settings) -> Settings:
     if not fine_tunes(settings.model.name):
         return settings
     config = resolve_model_data_config(untrained(settings.model.name, {}, "meta"))
-    scaling: dict[str, Any] = {name: list(config[name]) for name in ("mean", "std")}
+    scaling: dict[str, Any] = {"mean": list(config["mean"]), "std": list(config["std"])}
     if config["interpolation"] == "bicubic":
-        scaling |= {"interpolation": "bicubic"}
-    changes = {
-        "image_size": settings.data.image_size or config["input_size"][-1],
-        "scaling": scaling | {k: v for k, v in settings.data.scaling.items() if v is not None},
-    }
-    return settings.with_section("data", **changes)
+        scaling["interpolation"] = "bicubic"
+    given = {name: value for name, value in settings.data.scaling.items() if value is not None}
+    image_size = settings.data.image_size or config["input_size"][-1]
+    return settings.with_section("data", image_size=image_size, scaling=scaling | given)
 
 
 def with_weights(
@@ -79,12 +77,14 @@ def with_weights(
         raise UserError(
             f"model.stem: {model.name} keeps the stem that its weights have: take model.stem=patch"
         )
-    own = built.get("attention", "standard"), built.get("attention_options") or {}
-    if (model.attention, model.attention_options) != own:
+    attention = built.get("attention", "standard")
+    options = built.get("attention_options") or {}
+    if (model.attention, model.attention_options) != (attention, options):
         vit = convert(vit, model.attention, **model.attention_options)
     torch.manual_seed(settings.seed)
-    classifier: Any = vit.get_classifier()
-    heads = classifier if isinstance(classifier, tuple) else (classifier,)  # a distilled DeiT's two
+    heads: Any = vit.get_classifier()
+    if not isinstance(heads, tuple):  # a distilled DeiT has two
+        heads = (heads,)
     for head in heads:
         nn.init.trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
@@ -103,7 +103,7 @@ def untrained(name: str, arguments: dict[str, Any], device: str | None) -> Visio
 
 
 def checked(name: str, model: Any) -> VisionTransformer:
-    """The ``model``, if it can be a student."""
+    """Returns the ``model`` if it can be a student; else raises UserError."""
     if isinstance(model, VisionTransformer):
         return model
     raise UserError(f"model.name: {name} is a {type(model).__name__}, no VisionTransformer of timm")

@@ -49,8 +49,9 @@ class GaussianMaps:
         """[B, L, H, T, T], computed in float32 and rounded to ``dtype``."""
         images, layers, heads, tokens, _ = self.gaussians.shape
         maps = self.gaussians.new_empty(images, layers, heads, tokens, tokens, dtype=dtype)
-        on_cpu = maps.device.type == "cpu"
-        at_once = max(1, AT_ONCE // (heads * tokens * tokens)) if on_cpu else images
+        at_once = images
+        if maps.device.type == "cpu":
+            at_once = max(1, AT_ONCE // (heads * tokens * tokens))
         for layer in range(layers):
             for first in range(0, images, at_once):
                 part = slice(first, first + at_once)
@@ -106,11 +107,13 @@ class Teacher(nn.Module):
         for block in vit.blocks:
             block.attn.give_gaussians()
         self.vit = vit
-        self.parametrisation, self.passes = parametrisation, passes
+        self.parametrisation = parametrisation
+        self.passes = passes
         self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
-        self.layers, self.heads = len(vit.blocks), block.attn.num_heads
-        tokens, size = self.grid[0] * self.grid[1], RAW_SIZE[parametrisation]
-        self.raw_shape = (self.layers, self.heads, tokens, size)
+        self.layers = len(vit.blocks)
+        self.heads = block.attn.num_heads
+        tokens = self.grid[0] * self.grid[1]
+        self.raw_shape = (self.layers, self.heads, tokens, RAW_SIZE[parametrisation])
         start = initial_raw(parametrisation)
         self.prior = nn.Parameter(start.expand(self.raw_shape).clone(), requires_grad=prior)
         self.decoder = None
@@ -120,7 +123,9 @@ class Teacher(nn.Module):
     @property
     def per_image_shape(self) -> tuple[int, ...]:
         """Shape of one image's parameters: [L, H, T, P], or [L, E] with a compression."""
-        return (self.layers, self.decoder.embedding) if self.decoder else self.raw_shape
+        if self.decoder is None:
+            return self.raw_shape
+        return (self.layers, self.decoder.embedding)
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
@@ -135,15 +140,19 @@ class Teacher(nn.Module):
 
     def sha256(self, per_image: ImageState | None = None) -> str:
         """A digest of the weights and of the per-image parameters. Collective."""
-        buckets = [] if per_image is None else ["buckets", *per_image.sha256s()]
-        return sha256_of(self.state_dict(), " ".join(buckets))
+        parameters = ""
+        if per_image is not None:
+            parameters = " ".join(["buckets", *per_image.sha256s()])
+        return sha256_of(self.state_dict(), parameters)
 
     def gaussians(self, parameters: Tensor | None) -> Tensor:
         """Gaussians [B, L, H, T, 4] of the images with these parameters ``[B, *per_image_shape]``;
         the prior's, with B = 1, for None."""
         raw = self.prior.unsqueeze(0)  # [1, L, H, T, P]
         if parameters is not None:
-            residual = parameters if self.decoder is None else self.decoder(parameters)
+            residual = parameters
+            if self.decoder is not None:
+                residual = self.decoder(parameters)
             raw = raw + residual.view(len(parameters), *self.raw_shape)  # [B, L, H, T, P]
         return from_raw(raw, self.parametrisation)
 
@@ -200,10 +209,10 @@ class Teacher(nn.Module):
         """
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
-            of_block = gaussians[:, layer]
             if noise is not None:
-                return attention.at_points(tokens, sample(of_block, noise[:, layer]), self.grid)
-            factors = expected_axes(of_block, self.grid)
+                points = sample(gaussians[:, layer], noise[:, layer])  # [B, H, T, 2]
+                return attention.at_points(tokens, points, self.grid)
+            factors = expected_axes(gaussians[:, layer], self.grid)
             if axes is not None:
                 axes.append(factors)
             return attention.through(tokens, factors)

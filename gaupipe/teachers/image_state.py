@@ -1,14 +1,17 @@
 """Per-image parameters: numbers that belong to one training image each, kept on the CPU and stepped
 once per epoch.
 
-They never become part of a module. A batch gathers those of its images as a leaf tensor, and after
-backward their gradient updates them at once. Every image occurs once per epoch, so that is the same
-as one optimizer step over all images at the end of the epoch, without holding the gradients of all
-images (*GauTransformer, section 3.3.1*).
+As one big ``nn.Parameter`` they would need values, gradients and moments of every image of the data
+set in memory at once; torch's optimizers would step all images at every batch, and Adam's moments
+would move images that the batch does not hold. So they never become part of a
+module: a batch gathers those of its images as a leaf tensor, and after backward their gradient
+updates them at once. Every image occurs once per epoch, so that is the same as one optimizer step
+over all images at the end of the epoch (*GauTransformer, section 3.3.1*).
 
 An image's parameters and their two Adam moments form one *record* in a file of
 :mod:`gaupipe.teachers.records`, which the page cache keeps in memory as far as there is room. Each
-bucket of image ids has files of its own. One process alone has a single bucket.
+bucket of image ids has files of its own, so that ranks never write to the same file. One process
+alone has a single bucket.
 
 Axis letters: B images of a batch, R parameters of an image, W int32 words of a record.
 """
@@ -32,8 +35,8 @@ from gaupipe.teachers.records import Records
 CHUNK_BYTES = 64 * 2**20
 """Bytes that a digest reads at a time."""
 
-BETAS, EPS = (0.9, 0.999), 1e-8
-"""Adam's."""
+BETAS = (0.9, 0.999)
+EPS = 1e-8  # both Adam's
 
 
 def record_words(size: int) -> int:
@@ -67,15 +70,16 @@ class ImageState:
         folder    keeps the records, in files that the first update makes
         numbers   the buckets of this state; None: those of the rank
         """
-        self.buckets, self.lr = buckets, lr
+        self.buckets = buckets
+        self.lr = lr
         self.initial = initial.detach().to("cpu", torch.float32, copy=True).contiguous()
-        self.initial_std, self.seed = initial_std, seed
+        self.initial_std = initial_std
+        self.seed = seed
         self.steps = torch.zeros(buckets.images, dtype=torch.int32)
         words = record_words(self.initial.numel())
-        self.members = {
-            number: buckets.members(number)
-            for number in (buckets.of_rank() if numbers is None else numbers)
-        }
+        if numbers is None:
+            numbers = buckets.of_rank()
+        self.members = {number: buckets.members(number) for number in numbers}
         self.records = {
             number: Records(folder / f"bucket-{number:04d}", image_ids, words)
             for number, image_ids in self.members.items()
@@ -104,7 +108,8 @@ class ImageState:
         """
         gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
         finite = torch.isfinite(gradient).all(1)
-        image_ids, gradient = image_ids[finite], gradient[finite]
+        image_ids = image_ids[finite]
+        gradient = gradient[finite]
         values = self._read(image_ids, record_words(self.initial.numel()))
         parameters, first, second = values.tensor_split(3, dim=1)  # views, stepped in place
         beta1, beta2 = BETAS
@@ -117,7 +122,7 @@ class ImageState:
         parameters.addcdiv_(first, denominator, value=-1)
         for records, rows, positions in self._parts(image_ids):
             records.write(values.view(torch.int32), rows, positions)
-        self.steps[image_ids] = steps
+        self.steps[image_ids] = steps  # last: a write may fail, and then no step was made
 
     def commit(self) -> None:
         """Commits all updates so far: they are safely stored when this returns. A checkpoint
@@ -185,7 +190,8 @@ class ImageState:
     def _parts(self, image_ids: Tensor) -> Iterator[tuple[Records, Tensor, Tensor]]:
         """(records, rows of the batch, positions in the records) of each bucket of the images."""
         ids = image_ids.numpy()
-        buckets, positions = self.buckets.of(ids), self.buckets.positions(ids)
+        buckets = self.buckets.of(ids)
+        positions = self.buckets.positions(ids)
         for number in np.unique(buckets).tolist():
             rows = np.flatnonzero(buckets == number)
             yield self.records[number], torch.from_numpy(rows), torch.from_numpy(positions[rows])
@@ -204,13 +210,12 @@ class ImageState:
 
     def _initial(self, image_ids: Tensor) -> Tensor:
         """The parameters [B, R] that images start with."""
-        alike = self.initial.flatten().expand(len(image_ids), -1)
+        mean = self.initial.flatten().expand(len(image_ids), -1)
         if not self.initial_std:
-            return alike
-        noise = [
-            np.random.Generator(
-                np.random.Philox(key=self.seed, counter=[0, 0, 0, image_id])
-            ).standard_normal(alike.shape[1], dtype=np.float32)
-            for image_id in image_ids.tolist()
-        ]
-        return alike + self.initial_std * torch.from_numpy(np.stack(noise))
+            return mean
+        noise = []
+        for image_id in image_ids.tolist():  # a counter each: a start depends on no other image
+            counter = [0, 0, 0, image_id]
+            generator = np.random.Generator(np.random.Philox(key=self.seed, counter=counter))
+            noise.append(generator.standard_normal(mean.shape[1], dtype=np.float32))
+        return mean + self.initial_std * torch.from_numpy(np.stack(noise))

@@ -84,7 +84,9 @@ def pretrained(
             f"the weights of {name} ({config.hf_hub_id or config.url}) are not on this machine: "
             f"{consent} fetches them"
         )
-    cached = None if file is None else {"file": file, "custom_load": False}
+    cached = None
+    if file is not None:
+        cached = {"file": file, "custom_load": False}
     return created(name, arguments, pretrained=True, pretrained_cfg_overlay=cached)
 
 
@@ -105,8 +107,10 @@ def published(name: str, right: str = RIGHT) -> Any:
 
 def cached_weights(config: Any) -> str | None:
     """The file with the weights of timm's ``config`` in the hub's cache on this machine."""
-    repository, _, revision = (config.hf_hub_id or "").partition("@")
-    for name in WEIGHTS if repository else ():
+    if not config.hf_hub_id:
+        return None
+    repository, _, revision = config.hf_hub_id.partition("@")
+    for name in WEIGHTS:
         file = try_to_load_from_cache(repository, name, revision=revision or None)
         if isinstance(file, str):
             return file

@@ -1,10 +1,13 @@
 """Records of per-image parameters in files that a process may leave at any moment.
 
-There are two places for each record: an update reads the committed record and writes the new one to
-the other place, and :meth:`Records.commit` makes the new ones the committed ones. A process killed
-at any moment has therefore destroyed nothing that the last checkpoint needs, and a checkpoint says
-only each image's place, checksum and step count: nine bytes an image. A record is compared with its
-checksum the first time it is read after a checkpoint was loaded.
+Parameters that were updated in place would be lost by a kill between two checkpoints, because the
+last checkpoint's weights would meet numbers of a later step; and a copy of all of them in each
+checkpoint would be tens of GB for ImageNet. So there are two places for each record: an update
+reads the committed record and writes the new one to the other place, and :meth:`Records.commit`
+makes the new ones the committed ones. A checkpoint then says only each image's place, checksum and
+step count: nine bytes an image. Because these files lie outside the checkpoint, a record is
+compared with its checksum the first time it is read after a checkpoint was loaded; without that a
+flipped bit would be trained on in silence.
 
 Axis letters: N images, n images of one call, B rows of a batch, W int32 words of a record.
 """
@@ -38,7 +41,9 @@ class Records:
     """
 
     def __init__(self, folder: Path, image_ids: np.ndarray, words: int) -> None:
-        self.folder, self.image_ids, self.words = folder, image_ids, words
+        self.folder = folder
+        self.image_ids = image_ids
+        self.words = words
         num_images = len(image_ids)
         self.place = torch.zeros(num_images, dtype=torch.uint8)
         """The file that holds an image's committed record."""
@@ -102,12 +107,13 @@ class Records:
             self.doubtful[positions] = False
             places = 1 - self.place[positions].numpy()
             self.checksums[places, positions.numpy()] = checksums(records, rows)
-            data, size = records.numpy().data.cast("B"), self.words * 4
-            for row, (descriptor, offset) in zip(
-                rows.tolist(), self._places(positions), strict=True
-            ):
+            data = records.numpy().data.cast("B")
+            size = self.words * 4
+            targets = self._places(positions)
+            for row, (descriptor, offset) in zip(rows.tolist(), targets, strict=True):
                 start = row * size
-                if os.pwrite(descriptor, data[start : start + size], offset) != size:
+                written = os.pwrite(descriptor, data[start : start + size], offset)
+                if written != size:  # a full disk takes a part, and reports no error
                     raise OSError("No space left on device")
         except OSError as error:
             raise UserError(
@@ -118,7 +124,7 @@ class Records:
     def commit(self) -> None:
         if not self.written.any():
             return
-        for descriptor in self._descriptors:
+        for descriptor in self._descriptors:  # first: a checkpoint may name only what is on disk
             os.fsync(descriptor)
         self.place ^= self.written
         self.written.zero_()

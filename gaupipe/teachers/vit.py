@@ -126,7 +126,9 @@ class VitTeacher(nn.Module):
 
     def _normalised(self, images: Tensor) -> Tensor:
         """The data set's images in the normalisation that the model was trained with."""
-        return images if self.rescale is None else images * self.rescale + self.offset
+        if self.rescale is None:
+            return images
+        return images * self.rescale + self.offset
 
     def _finite(self, values: Tensor, what: str) -> Tensor:
         """The same values. Raises UserError for infinite ones and NaN."""
@@ -139,11 +141,12 @@ class VitTeacher(nn.Module):
         embedding what belongs to patches. Raises UserError for a model that is not timm's
         ``VisionTransformer`` with standard attention."""
         attentions = [getattr(block, "attn", None) for block in getattr(self.model, "blocks", ())]
-        standard = Attention, ATTENTION["standard"]
-        if not isinstance(self.model, VisionTransformer) or not all(
-            type(attention) in standard and getattr(attention, "prior", None) is None
+        known = (Attention, ATTENTION["standard"])
+        standard = all(
+            type(attention) in known and getattr(attention, "prior", None) is None
             for attention in attentions
-        ):
+        )
+        if not isinstance(self.model, VisionTransformer) or not standard:
             raise UserError(
                 f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
                 "phase_b.warm_start=none, or a VisionTransformer with standard attention"
@@ -161,9 +164,12 @@ class VitTeacher(nn.Module):
             "heads": self.heads,
             "prefix": self.prefix,
             "classes": self.classes,
-            "mean": [] if self.rescale is None else self.offset.flatten().tolist(),
-            "std": [] if self.rescale is None else self.rescale.flatten().tolist(),
+            "mean": [],
+            "std": [],
         }
+        if self.rescale is not None:
+            described["mean"] = self.offset.flatten().tolist()
+            described["std"] = self.rescale.flatten().tolist()
         text = json.dumps(described, sort_keys=True, default=str)
         return sha256_of(self.model.state_dict(), text)
 
@@ -171,25 +177,35 @@ class VitTeacher(nn.Module):
         """From the data set's normalisation to the one that the model was trained with."""
         config = getattr(self.model, "pretrained_cfg", None) or {}
 
-        def pair(name: str, of_data: Sequence[float]) -> tuple[Tensor, Tensor]:
-            old = torch.tensor(of_data, dtype=torch.float64)
+        def trained_with(name: str, default: Tensor) -> Tensor:
+            """The model's mean or std [C]; where it names none, the data set's."""
+            channels = len(default)
             try:
-                new = torch.tensor(config.get(name) or of_data, dtype=torch.float64)
-                if len(new) == 3 != len(old):
-                    new = new.mean().expand(len(old))  # weights of three channels, summed to one
-                if not torch.isfinite(new).all() or (name == "std" and not (new > 0).all()):
+                values = default
+                if config.get(name):
+                    values = torch.tensor(config[name], dtype=torch.float64)
+                if len(values) == 3 and channels != 3:
+                    # timm summed the weights of three channels to one
+                    values = values.mean().expand(channels)
+                if not torch.isfinite(values).all():
                     raise ValueError
-                return old, new.expand_as(old)
+                if name == "std" and not (values > 0).all():
+                    raise ValueError
+                return values.expand_as(default)
             except (TypeError, ValueError, RuntimeError):
                 raise UserError(
                     f"{SETTING}: {self.name}: its pretrained_cfg has the {name} {config[name]!r}: "
-                    f"should be a number for each of {len(old)} channels"
+                    f"should be a number for each of {channels} channels"
                 ) from None
 
-        (mean, new_mean), (std, new_std) = pair("mean", data.mean), pair("std", data.std)
-        same = torch.equal(mean, new_mean) and torch.equal(std, new_std)
+        mean = torch.tensor(data.mean, dtype=torch.float64)
+        std = torch.tensor(data.std, dtype=torch.float64)
+        new_mean = trained_with("mean", mean)
+        new_std = trained_with("std", std)
         # (x * std + mean - new_mean) / new_std
-        rescale = None if same else (std / new_std).float().view(-1, 1, 1)
+        rescale = None
+        if not (torch.equal(mean, new_mean) and torch.equal(std, new_std)):
+            rescale = (std / new_std).float().view(-1, 1, 1)
         offset = ((mean - new_mean) / new_std).float().view(-1, 1, 1)
         self.register_buffer("rescale", rescale, persistent=False)
         self.register_buffer("offset", offset, persistent=False)
@@ -197,7 +213,8 @@ class VitTeacher(nn.Module):
     @torch.no_grad()
     def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
         """(grid, blocks, heads, prefix) as a blank image shows them."""
-        model, size = self.model, data.image_size
+        model = self.model
+        size = data.image_size
         start = f"{SETTING}: {self.name} ({type(model).__name__})"
         images = torch.zeros(1, data.channels, size, size)
         try:
@@ -208,9 +225,12 @@ class VitTeacher(nn.Module):
                 "data.image_size, or "
                 f"phase_a.teacher_args={{img_size: {size}, in_chans: {data.channels}}}"
             ) from None
-        grid = getattr(getattr(model, "patch_embed", None), "grid_size", None) or (0, 0)
-        prefix, heads = getattr(model, "num_prefix_tokens", 0), maps[0].shape[1] if maps else 0
-        tokens, blocks = prefix + grid[0] * grid[1], getattr(model, "blocks", maps)
+        patches = getattr(model, "patch_embed", None)
+        grid = getattr(patches, "grid_size", None) or (0, 0)
+        prefix = getattr(model, "num_prefix_tokens", 0)
+        tokens = prefix + grid[0] * grid[1]
+        heads = maps[0].shape[1] if maps else 0
+        blocks = getattr(model, "blocks", maps)
         shapes = [tuple(map.shape) for map in maps]
         if not maps or shapes != [(1, heads, tokens, tokens)] * len(blocks):
             raise UserError(
@@ -229,10 +249,12 @@ def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     names = [str(name) for name in config.get("label_names") or ()]
     if len(names) != count or not data.class_names:
-        return [*range(count)] if count == data.num_classes else None
-    numbers = {name: number for number, name in enumerate(names)}
+        if count != data.num_classes:
+            return None
+        return list(range(count))
     if names == data.class_names:  # two classes may share a name
-        return [*range(count)]
+        return list(range(count))
+    numbers = {name: number for number, name in enumerate(names)}
     if not numbers.keys() >= {*data.class_names}:
         return None
     return [numbers[name] for name in data.class_names]

@@ -46,8 +46,9 @@ class Loop:
         The first one may go on in its middle (:attr:`Epoch.first`). Each ends with :meth:`save`.
         """
         state = self.update.state
-        distributed.on_main(lambda: write_metrics(self.folder / "metrics.jsonl", state.metrics))
-        distributed.on_main(lambda: state.remove_superseded(self.folder / "checkpoint"))
+        if distributed.is_main():
+            write_metrics(self.folder / "metrics.jsonl", state.metrics)
+            state.remove_superseded(self.folder / "checkpoint")
         with self.update.pauses:
             while not state.finished:
                 state.modules.train()
@@ -73,7 +74,7 @@ class Loop:
 
     def line(self, epoch: Epoch, text: str) -> None:
         """Prints the line of an epoch that has finished."""
-        self.progress.line(
+        self.progress.epoch(
             f"{self.progress.label} epoch {epoch.number + 1}/{self.total}: {text}, "
             f"{epoch.seconds:.1f} s"
         )

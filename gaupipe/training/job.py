@@ -127,10 +127,15 @@ class Training:
         train, best, last = self.train, state.best["epoch"], len(state.metrics)
         accuracy = state.metrics[best - 1]["val_acc"]
         early = f"; patience={train.patience} ended it" if last < self.epochs else ""
-        kept = best if train.keep == "best" else last
+        line = f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; {folder / 'student'} is"
+        if best == last:
+            return f"{line} of this epoch"
+        if train.keep == "best":
+            return f"{line} of this epoch (train.keep=best), {folder / 'last'} of epoch {last}"
+        # the other epoch is there for whoever would rather have had it
         return (
-            f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; {folder / 'student'} is of "
-            f"epoch {kept} (keep={train.keep})"
+            f"{line} of epoch {last} (train.keep=last), {folder / 'best'} of epoch {best}; "
+            "--set train.keep=best makes the best the student"
         )
 
     def is_over(self, state: TrainingState[VisionTransformer], metrics: EpochMetrics) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from gaupipe.settings import OptimSettings
 from gaupipe.system import digests, distributed
 from gaupipe.system.errors import UserError, one_line
+from gaupipe.system.files import flush
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.image_state import ImageState
 
@@ -74,9 +75,8 @@ class TrainingState(Generic[Network]):
         return metrics["epoch"] - best["epoch"]
 
     def save(self, folder: Path) -> None:
-        """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``: a reader sees the old one
-        or the new one, never a part. Rank 0 writes it once the per-image parameters of all ranks
-        are on the disk."""
+        """Writes ``folder/state.pt``: a reader sees the old one or the new one, never a part. Rank
+        0 writes it once the per-image parameters of all ranks are on the disk."""
         per_image = None
         if self.per_image is not None:
             within = f"_{self.batches:07d}" if self.epoch else ""
@@ -104,7 +104,9 @@ class TrainingState(Generic[Network]):
             "epoch": self.epoch,
             "best": self.best,
         }
-        digests.replace(partial, folder / "state.pt", digests.save(state, partial))
+        digests.save(state, partial)
+        partial.replace(folder / "state.pt")
+        flush(folder)
         self.remove_superseded(folder)
 
     def load(self, folder: Path) -> bool:
@@ -114,8 +116,8 @@ class TrainingState(Generic[Network]):
         if not has_checkpoint(folder):
             return False
         path = folder / "state.pt"
-        digests.check(path)
         try:
+            digests.check(path)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             self._restore(state, folder)
         except (UserError, OSError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from gaupipe.settings.sections import LOCAL
-from gaupipe.system import digests
+from gaupipe.system.digests import sha256
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import replaced
 from gaupipe.vit.build import created
@@ -40,9 +42,9 @@ def save_student(
     label_names: list[str] | None = None,
     **data_config: Any,
 ) -> None:
-    """Writes a folder for ``timm.create_model("local-dir:FOLDER", pretrained=True)``: config.json
-    and model.safetensors, with their digests in SHA256SUMS. An older student is replaced as a
-    whole, and stays if this one cannot be written.
+    """Writes a folder for ``timm.create_model("local-dir:FOLDER", pretrained=True)``: config.json,
+    with a digest of both files, and model.safetensors. An older student is replaced as a whole, and
+    stays if this one cannot be written.
 
     A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which
     loads without gaupipe; others need ``import gaupipe`` first. ``data_config`` is timm's
@@ -54,7 +56,7 @@ def save_student(
         raise UserError("save_student: takes a VisionTransformer that timm.create_model built")
     folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
-    if folder.exists() and names and names.isdisjoint({*STUDENT_FILES, digests.SUMS}):
+    if folder.exists() and names and names.isdisjoint(STUDENT_FILES):
         raise UserError(
             f"{folder} is there and is not the folder of a student: choose another place, "
             "or remove it"
@@ -81,7 +83,25 @@ def save_student(
         )
         # safetensors makes a file that its owner alone can read
         shutil.copymode(fresh / "config.json", fresh / "model.safetensors")
-        digests.write(fresh)
+        path = fresh / "config.json"
+        config = json.loads(path.read_bytes())
+        path.write_text(json.dumps({**config, "sha256": _sha256(config, fresh)}, indent=2))
+
+
+def saved_sha256(folder: Path) -> str | None:
+    """The digest that :func:`save_student` noted of a student; None in a folder of another program.
+    Raises OSError or ValueError for a config.json that is no JSON object."""
+    config = json.loads((folder / "config.json").read_bytes())
+    if not isinstance(config, dict):
+        raise ValueError("config.json should be an object")
+    return config.get("sha256")
+
+
+def _sha256(config: dict[str, Any], folder: Path) -> str:
+    """A digest of a folder's config.json without its digest, and of its weights."""
+    described = {name: value for name, value in config.items() if name != "sha256"}
+    text = json.dumps(described, sort_keys=True) + sha256(folder / "model.safetensors")
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_label_names(label_names: Sequence[str], num_classes: int) -> None:
@@ -131,16 +151,16 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
     """The model of ``folder`` (config.json beside model.safetensors or pytorch_model.bin), in eval
     mode.
 
-    ``arguments`` are further keywords of ``timm.create_model``. Files that SHA256SUMS lists are
-    checked. Raises UserError, ending in ``remedy``, for a folder that is not whole.
+    ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, ending in
+    ``remedy``, for a folder that is not whole.
     """
     files = [folder / name for name in WEIGHTS]
     weights = next(filter(Path.is_file, files), files[0])
     for file in (folder / "config.json", weights):
         if not file.is_file():
             raise UserError(f"{file} is not there: {remedy}")
-        digests.check(file)
     try:
+        check_digest(folder)
         check_sizes(folder, weights)
     except OSError:
         raise
@@ -148,6 +168,17 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
         reason = f"is damaged, or no model that timm reads ({one_line(error)})"
         raise UserError(f"{folder} {reason}: {remedy}") from None
     return created(f"{LOCAL}{folder}", arguments or {}, pretrained=True).eval()
+
+
+def check_digest(folder: Path) -> None:
+    """Raises ValueError if a file of a saved student is not what was written. A folder without the
+    digest, such as another program writes, is not checked."""
+    noted = saved_sha256(folder)
+    if noted is None:
+        return
+    config = json.loads((folder / "config.json").read_bytes())
+    if _sha256(config, folder) != noted:
+        raise ValueError("the files have changed since; whoever meant it takes sha256 out")
 
 
 def check_sizes(folder: Path, weights: Path) -> None:

@@ -3,8 +3,8 @@ measured while it trained. Phase A and the export count too.
 
 Counted are the products of linear layers, convolutions and attention, as torch's FlopCounterMode
 finds them; a flop of torch's is half a multiply-add. A training step counts as three forward
-passes, an exported map as one. Left out are the evaluation after each epoch, a warm start, and what
-is no product of matrices.
+passes, an exported map as one. Left out are the evaluation after each epoch, a warm start, and
+every operation but products of matrices, such as norms and the softmax.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stages import phase_a, phase_b
 from stages.compare.trainings import Training, as_teacher
 
 FORWARDS = 3
-"""Of a training step: backward there are two products for each product of the forward pass."""
+"""Forward passes that a training step counts as: backward there are two products for each one."""
 
 
 class Costs(TypedDict):
@@ -48,51 +48,57 @@ def multiply_adds(work: Callable[[], Any]) -> int:
     return counter.get_total_flops() // 2
 
 
-def of_student(training: Training, metrics: list[EpochMetrics]) -> Costs:
+def student_costs(training: Training, metrics: list[EpochMetrics]) -> Costs:
     """``parameters`` of a trained student, and ``multiply_adds`` and ``processor_seconds`` of its
     epochs, which have the entries ``metrics``."""
     settings = training.settings.model_copy(update={"compile": False})
     data = load_data(settings.data)
-    teacher = None if training.row.plain else training.teacher
+    teacher = None
+    if not training.row.plain:
+        teacher = training.teacher
     job = phase_b.build(settings, data, teacher, training.maps_url)
     buckets = settings.data.num_buckets
     batches = Batches(data.train, data, job.device, settings.data.batch_size, 0, buckets)
     stored, _view = job.maps_of_epoch(0)
     batch = next(iter(batches.epoch(0, Augment(settings.augment, settings.seed), stored)))
     losses = job.losses().train()
-    forwards: dict[tuple[float, float], float] = {}  # of an image
-    counted = 0.0
+    forward_costs: dict[tuple[float, float], float] = {}  # multiply-adds for one image
+    forward_cost = 0.0
     for epoch, entry in enumerate(metrics):
-        gamma, share = entry["gamma"], job.share_of_dropped_patches(epoch)
-        if (gamma, share) not in forwards:
+        gamma = entry["gamma"]
+        share = job.share_of_dropped_patches(epoch)
+        # an epoch costs more while maps are compared, and less while patches are dropped
+        if (gamma, share) not in forward_costs:
             job.drop_patches(epoch)
-            forwards[gamma, share] = multiply_adds(partial(losses, batch, gamma)) / len(batch)
-        counted += forwards[gamma, share]
+            cost = multiply_adds(partial(losses, batch, gamma))
+            forward_costs[gamma, share] = cost / len(batch)
+        forward_cost += forward_costs[gamma, share]
     return {
         "parameters": count_parameters(job.student),
-        "multiply_adds": round(FORWARDS * len(data.train) * counted),
+        "multiply_adds": round(FORWARDS * len(data.train) * forward_cost),
         "processor_seconds": processor_seconds(metrics),
     }
 
 
-def of_phase_a(training: Training, metrics: list[EpochMetrics], export_seconds: float) -> Costs:
+def phase_a_costs(training: Training, metrics: list[EpochMetrics], export_seconds: float) -> Costs:
     """``multiply_adds`` and ``processor_seconds`` of the teacher's epochs, which have the entries
     ``metrics``, and of the export of its maps for this training."""
     settings = as_teacher(training.settings)
     if settings.phase_a.is_local:
         return {"multiply_adds": 0, "processor_seconds": 0.0}
     data = load_data(settings.data)
-    job, schema = phase_a.load(training.teacher, data), store.open(str(training.maps)).schema
+    job = phase_a.load(training.teacher, data)
+    schema = store.open(str(training.maps)).schema
     exported = outputs(job, schema, job.batches(data.train), np.arange(1))
     export = multiply_adds(lambda: next(exported)) * schema.num_images
-    images = FORWARDS * len(data.train) * epochs_in(metrics)
+    forwards = FORWARDS * len(data.train) * epochs_in(metrics)
     return {
-        "multiply_adds": images * forward_of_teacher(settings, data) + export,
+        "multiply_adds": forwards * teacher_forward_cost(settings, data) + export,
         "processor_seconds": processor_seconds(metrics) + export_seconds,
     }
 
 
-def forward_of_teacher(settings: Settings, data: ImageData) -> int:
+def teacher_forward_cost(settings: Settings, data: ImageData) -> int:
     """Multiply-adds of a forward pass of a teacher in training, over one image; 0 for a teacher
     that was trained before."""
     phase = settings.phase_a
@@ -105,9 +111,13 @@ def forward_of_teacher(settings: Settings, data: ImageData) -> int:
     teacher = build_teacher(settings, data).train()
 
     def forward() -> None:
-        of_image = torch.zeros(1, *teacher.per_image_shape) if phase.learns_of_images else None
-        noise = teacher.noise(images, None) if phase.mode == "stochastic" else None
-        teacher(images, teacher.gaussians(of_image), noise)
+        parameters = None
+        if phase.learns_of_images:
+            parameters = torch.zeros(1, *teacher.per_image_shape)
+        noise = None
+        if phase.mode == "stochastic":
+            noise = teacher.noise(images, None)
+        teacher(images, teacher.gaussians(parameters), noise)
 
     return multiply_adds(forward)
 

@@ -1,4 +1,4 @@
-"""The figure of a comparison: learning curves."""
+"""Learning curves, and accuracy over cost: the figure of a comparison."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ def curves(results: dict[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     rows = [row for row in results["rows"] if row["runs"]]
-    sequence = color_sequences["tab10" if len(rows) <= 10 else "tab20"]
-    colours = dict(zip((row["row"] for row in rows), cycle(sequence)))
+    palette = color_sequences["tab10"]
+    if len(rows) > len(palette):
+        palette = color_sequences["tab20"]
+    names = [row["row"] for row in rows]
+    colours = dict(zip(names, cycle(palette)))
     colours[results["reference"]] = (0, 0, 0)
     height = max(7, 1.6 + 0.22 * len(rows))  # in inches
     figure = Figure(figsize=(10, height), layout="constrained")
@@ -51,10 +54,7 @@ def curves(results: dict[str, Any]) -> Figure:
         panel.set_ylabel(label)
         draw_curves(panel, rows, name, colours)
     for row in rows:
-        final = [run["val_acc"][-1] for run in row["runs"]]
-        cost, mean = row["final"]["multiply_adds"]["mean"], np.mean(final)
-        spread, marker = [[mean - min(final)], [max(final) - mean]], "o" if row["plain"] else "D"
-        costs.errorbar([cost], [mean], spread, fmt=marker, color=colours[row["row"]])
+        draw_final(costs, row, colours[row["row"]])
     costs.set_xscale("log")
     costs.set_xlabel("multiply-adds of the training, all counted")
     costs.set_ylabel("final validation accuracy")
@@ -63,23 +63,45 @@ def curves(results: dict[str, Any]) -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
     seeds = len(results["seeds"])
-    spread_of = "one seed" if seeds == 1 else f"{seeds} seeds: mean, lowest to highest"
-    figure.suptitle(f"{results['data']}, {spread_of}", fontsize=10)
+    spread = "one seed"
+    if seeds > 1:
+        spread = f"{seeds} seeds: mean, lowest to highest"
+    figure.suptitle(f"{results['data']}, {spread}", fontsize=10)
     return figure
 
 
+def draw_final(panel: Axes, row: dict[str, Any], colour: Any) -> None:
+    """Marks the final accuracy of a row over what its training cost: mean, lowest, highest seed."""
+    final = [run["val_acc"][-1] for run in row["runs"]]
+    mean = np.mean(final)
+    below = mean - min(final)
+    above = max(final) - mean
+    cost = row["final"]["multiply_adds"]["mean"]
+    marker = "o" if row["plain"] else "D"
+    panel.errorbar([cost], [mean], [[below], [above]], fmt=marker, color=colour)
+
+
 def draw_curves(panel: Axes, rows: list[dict[str, Any]], name: str, colours: dict) -> None:
-    """The metric ``name`` of every row after each epoch."""
-    distilled, drawn = not all(row["plain"] for row in rows), []
+    """Draws the metric ``name`` of every row after each epoch."""
+    distilled = not all(row["plain"] for row in rows)
+    drawn = []
     for row in rows:
-        length, colour = min(len(run[name]) for run in row["runs"]), colours[row["row"]]
-        values = np.array([run[name][:length] for run in row["runs"]])  # [seeds, epochs]
-        epochs, style = np.arange(1, length + 1), "--" if row["plain"] and distilled else "-"
-        panel.plot(epochs, values.mean(0), style, color=colour, linewidth=1.4, label=row["row"])
-        panel.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.12)
+        epochs = min(len(run[name]) for run in row["runs"])  # a training may have stopped early
+        values = np.array([run[name][:epochs] for run in row["runs"]])  # [seeds, epochs]
+        epoch = np.arange(1, epochs + 1)
+        style = "--" if row["plain"] and distilled else "-"
+        colour = colours[row["row"]]
+        panel.plot(epoch, values.mean(0), style, color=colour, linewidth=1.4, label=row["row"])
+        panel.fill_between(epoch, values.min(0), values.max(0), color=colour, alpha=0.12)
         drawn.append(values[np.isfinite(values)])  # the loss of a training that diverged is not
     panel.set_xlabel("epoch (phase A not counted)" if distilled else "epoch")
-    if (shown := np.concatenate(drawn)).size:  # the first epochs' extremes are left out
-        low, high = np.quantile(shown, [0.03, 1.0] if name == "val_acc" else [0.0, 0.97])
-        margin = 0.05 * (high - low) or 0.05
-        panel.set_ylim(low - margin, high + margin)
+    shown = np.concatenate(drawn)
+    if not shown.size:
+        return
+    # the first epochs, whose accuracy is low and whose loss is high, would squeeze all others
+    if name == "val_acc":
+        low, high = np.quantile(shown, [0.03, 1.0])
+    else:
+        low, high = np.quantile(shown, [0.0, 0.97])
+    margin = 0.05 * (high - low) or 0.05
+    panel.set_ylim(low - margin, high + margin)

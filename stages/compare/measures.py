@@ -1,4 +1,4 @@
-"""The arithmetic of a comparison, without files: means over seeds, epochs to an accuracy, which
+"""Arithmetic of a comparison, without files: means over seeds, epochs to an accuracy, which
 differences the seeds decide, and fronts of accuracy over cost.
 
 A run is a finished training as :meth:`stages.compare.trainings.Training.read` returns it. A curve
@@ -30,11 +30,14 @@ def spread(values: Sequence[float | None]) -> Spread:
     numbers = [value for value in values if value is not None]
     if not numbers or len(numbers) < len(values):
         return {"mean": None, "std": None}
-    return {"mean": fmean(numbers), "std": stdev(numbers) if len(numbers) > 1 else None}
+    std = None
+    if len(numbers) > 1:
+        std = stdev(numbers)
+    return {"mean": fmean(numbers), "std": std}
 
 
 def epochs_to(curve: Sequence[float], accuracy: float) -> int | None:
-    """The first epoch, counted from 1, after which a curve is at least as high; None if there is
+    """Counts from 1 the first epoch after which a curve is at least as high; None if there is
     no such epoch."""
     epochs = (epoch for epoch, reached in enumerate(curve, 1) if reached >= accuracy)
     return next(epochs, None)
@@ -60,12 +63,20 @@ def first_passages(
     """
     values: dict[str, list[float | None]] = {}
     for run, other in zip(runs, reference, strict=True):
-        goal = share * other["val_acc"][-1] if target is None else target
-        epochs, before = (epochs_to(curve, goal) for curve in (run["val_acc"], other["val_acc"]))
+        goal = target
+        if goal is None:
+            goal = share * other["val_acc"][-1]
+        epochs = epochs_to(run["val_acc"], goal)
+        reference_epochs = epochs_to(other["val_acc"], goal)
         for suffix, more in (("", 0), ("_with_phase_a", run["phase_a_epochs"])):
-            total = epochs and epochs + more
+            total = None
+            speedup = None
+            if epochs is not None:
+                total = epochs + more
+                if reference_epochs is not None:
+                    speedup = reference_epochs / total
             values.setdefault(f"epochs{suffix}", []).append(total)
-            values.setdefault(f"speedup{suffix}", []).append(total and before and before / total)
+            values.setdefault(f"speedup{suffix}", []).append(speedup)
     reached = sum(epochs is not None for epochs in values["epochs"])
     return {"reached": reached, **{name: spread(numbers) for name, numbers in values.items()}}
 
@@ -108,12 +119,15 @@ def differences(table: Mapping[str, Sequence[float]]) -> dict[str, Verdict]:
         for name, values in table.items()
     }
     tested = sorted((row["p"], name) for name, row in result.items() if row["p"] is not None)
-    highest = 0.0
+    corrected = 0.0
     for rank, (p, name) in enumerate(tested):
-        highest = min(1.0, max(highest, (len(tested) - rank) * p))
-        result[name]["holm"] = highest
-        if p < LEVEL:
-            result[name]["verdict"] = "confirmed" if highest < LEVEL else "supported"
+        # Holm: the smallest p counts as often as there are tests, and none may fall below it
+        corrected = min(1.0, max(corrected, (len(tested) - rank) * p))
+        result[name]["holm"] = corrected
+        if corrected < LEVEL:
+            result[name]["verdict"] = "confirmed"
+        elif p < LEVEL:
+            result[name]["verdict"] = "supported"
     return result
 
 
@@ -121,7 +135,9 @@ def front(trainings: Sequence[tuple[float, float]], cost: float) -> float | None
     """The best accuracy that trainings of these (cost, accuracy) reach for ``cost``: the highest so
     far, and between two costs on the line between them, over the logarithm of cost. None below the
     lowest cost."""
-    costs, accuracies = zip(*sorted(trainings, key=lambda one: (one[0], -one[1])), strict=True)
+    cheapest_first = sorted(trainings, key=lambda point: (point[0], -point[1]))
+    costs, accuracies = zip(*cheapest_first, strict=True)
     if cost < costs[0]:
         return None
-    return float(np.interp(np.log(cost), np.log(costs), np.maximum.accumulate(accuracies)))
+    highest_so_far = np.maximum.accumulate(accuracies)
+    return float(np.interp(np.log(cost), np.log(costs), highest_so_far))

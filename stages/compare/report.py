@@ -1,4 +1,4 @@
-"""The results of a comparison as JSON values."""
+"""Results of a comparison as JSON values."""
 
 from __future__ import annotations
 
@@ -30,34 +30,42 @@ def report(
     The reference is the plain ViT. Of a row with a training that failed there are no values.
     Raises UserError where that is the reference.
     """
-    rows = [_row(of_row, outcomes) for of_row in trainings]
+    rows = [_row(seeds, outcomes) for seeds in trainings]
     reference = next(row for row in rows if row["row"] == BASELINE)
     if reference["failed"]:
         reason = reference["failed"][0]
         raise UserError(f"{BASELINE}, which the others are compared with, failed: {reason}")
-    goals = [{"target": target} for target in targets] or [{"share": share} for share in SHARES]
-    whole = [row for row in rows if not row["failed"]]
-    beside, above = {}, {}
-    baselines = [row for row in whole if row["plain"] and row["attention"] == "standard"]
-    for row in whole:
-        passages = [goal | first_passages(row["runs"], reference["runs"], **goal) for goal in goals]
-        row["at"] = passages
+    goals = [{"target": target} for target in targets]
+    if not goals:
+        goals = [{"share": share} for share in SHARES]
+    finished = [row for row in rows if not row["failed"]]
+    baselines = [row for row in finished if row["plain"] and row["attention"] == "standard"]
+    over_reference = {}
+    above_front = {}
+    for row in finished:
+        runs = row["runs"]
+        row["at"] = [goal | first_passages(runs, reference["runs"], **goal) for goal in goals]
         if row is not reference:
-            pairs = zip(row["runs"], reference["runs"], strict=True)
-            beside[row["row"]] = [_accuracy(run) - _accuracy(other) for run, other in pairs]
-        if row not in baselines and None not in (values := _above(row, baselines)):
-            above[row["row"]] = values
-    for key, table in ("difference", differences(beside)), ("above_front", differences(above)):
+            pairs = zip(runs, reference["runs"], strict=True)
+            over_reference[row["row"]] = [_accuracy(run) - _accuracy(other) for run, other in pairs]
+        if row not in baselines:
+            values = _above(row, baselines)
+            if None not in values:
+                above_front[row["row"]] = values
+    for key, table in ("difference", over_reference), ("above_front", above_front):
+        tested = differences(table)
         for row in rows:
-            row[key] = table.get(row["row"])
+            row[key] = tested.get(row["row"])
     return {"reference": BASELINE, "rows": rows}
 
 
 def _row(trainings: Sequence[Training], outcomes: Mapping[Path, Any]) -> dict[str, Any]:
     """A row before it is compared with others."""
-    row, runs = trainings[0].row, [outcomes[training.folder] for training in trainings]
+    row = trainings[0].row
+    runs = [outcomes[training.folder] for training in trainings]
     failures = sorted({run for run in runs if isinstance(run, str)})
-    runs = [] if failures else runs
+    if failures:
+        runs = []
     return {
         "row": row.name,
         "plain": row.plain,
@@ -89,12 +97,15 @@ def final_values(runs: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
 def _above(row: dict[str, Any], baselines: Sequence[dict[str, Any]]) -> list[Any]:
     """For each seed the final accuracy of a row minus what the baselines reach for as many
     multiply-adds; None where the row is cheaper than all of them."""
-    values = []
+    values: list[float | None] = []
     for number, run in enumerate(row["runs"]):
         others = [other["runs"][number] for other in baselines]
         points = [(_cost(other, "multiply_adds"), _accuracy(other)) for other in others]
         reached = front(points, _cost(run, "multiply_adds"))
-        values.append(None if reached is None else _accuracy(run) - reached)
+        if reached is None:
+            values.append(None)
+        else:
+            values.append(_accuracy(run) - reached)
     return values
 
 

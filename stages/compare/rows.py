@@ -1,4 +1,4 @@
-"""The rows of a comparison, and the settings of each.
+"""Rows of a comparison, and the settings of each.
 
 A row is one way to train. It is run with every seed and is one line of every table.
 """
@@ -39,14 +39,17 @@ class Row(Section):
 
 
 def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
-    """The rows of every comparison: baselines, distilled students, and up to three controls.
+    """Rows that every comparison has: baselines, distilled students, and up to three controls.
 
     ``students`` are attentions. The controls belong to the first of them.
     """
-    model, phase, first = base.model, base.phase_b, students[0]
+    model = base.model
+    first = students[0]
 
-    def student(attention: str) -> dict[str, object]:  # with the options that are meant for it
-        options = model.attention_options if attention == model.attention else {}
+    def student(attention: str) -> dict[str, object]:
+        options: dict[str, Any] = {}
+        if attention == model.attention:  # another attention would refuse them
+            options = model.attention_options
         return {
             "model.attention": attention,
             "model.attention_options": options,
@@ -70,8 +73,8 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
         }
     if base.phase_a.learns_gaussians:
         controls["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
-    if phase.alpha and not base.phase_a.is_local:
-        labels = round(phase.beta + phase.alpha, 6)
+    if base.phase_b.alpha and not base.phase_a.is_local:
+        labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
         controls["no soft labels"] = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     for name, changes in controls.items():
         distilled[name] = student(first) | changes
@@ -103,26 +106,28 @@ def sweep_rows(entries: Any, where: str, rows: Sequence[Row]) -> list[Row]:
         row = _parse(entry, where, by_name, distilled)
         by_name[row.name] = row
     swept = list(by_name.values())
-    alone = all(row.plain for row in swept[len(rows) :])
-    return [row for row in swept if row.plain or not alone]
+    needs_teacher = any(not row.plain for row in swept[len(rows) :])
+    return [row for row in swept if row.plain or needs_teacher]
 
 
 def _parse(entry: dict, where: str, by_name: dict[str, Row], distilled: str) -> Row:
-    """The row of one entry of a sweep. ``by_name`` holds the rows before it."""
+    """Reads the row of one entry of a sweep. ``by_name`` holds the rows before it."""
     fields = {key: entry[key] for key in ("name", "plain", "like") if key in entry}
     changes = {key: value for key, value in entry.items() if key not in fields}
-    said = (f"{str(name).split('.')[-1]} {value}" for name, value in changes.items())
-    name = fields.setdefault("name", ", ".join(said))
-    like = fields.pop("like", BASELINE if fields.get("plain") is True else distilled)
+    described = (f"{str(name).split('.')[-1]} {value}" for name, value in changes.items())
+    name = fields.setdefault("name", ", ".join(described))
+    if fields.get("plain") is True:
+        fields.setdefault("like", BASELINE)
+    like = fields.pop("like", distilled)
     if like not in (None, *by_name):
         names = [*by_name]
         raise UserError(f"{where}: {name}: like {like!r}: no such row before it; there are {names}")
     if "seed" in changes:
         raise UserError(f"{where}: {name}: seed: every row is run with each of --seeds")
-    before = by_name[like] if like else Row(name="")
-    settings = {key: value for key, value in before.settings.items() if key not in changes}
+    parent = by_name[like] if like else Row(name="")
+    settings = {key: value for key, value in parent.settings.items() if key not in changes}
     try:
-        row = Row(**{"plain": before.plain} | fields, settings=settings | changes)
+        row = Row(**{"plain": parent.plain} | fields, settings=settings | changes)
     except ValidationError as error:
         raise UserError(f"{where}: {name}: {problem(error, Row)}") from None
     if row.name in by_name:
@@ -131,7 +136,7 @@ def _parse(entry: dict, where: str, by_name: dict[str, Row], distilled: str) -> 
 
 
 def select_rows(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """The plain ViT and the rows of these names. Raises UserError for a name that no row has."""
+    """Keeps the plain ViT and the rows of these names. Raises UserError for an unknown name."""
     known = [row.name for row in rows]
     for name in names:
         if name not in known:
@@ -140,9 +145,10 @@ def select_rows(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
 
 
 def resolve(row: Row, base: Settings) -> Settings:
-    """The settings of a row's training, all of which are those of ``train``, in the configuration
-    too, where the row can change them. Settings that mean nothing to the training have their
-    defaults. Raises UserError for what is not a setting."""
+    """Settings of a row's training. What the configuration sets for this sort of training alone is
+    moved into ``train`` first, where the row's changes meet it; settings that the training does not
+    read get their defaults, so that they do not name another training. Raises UserError for a name
+    that is no setting."""
     if row.plain:
         config.check_plain(row.settings, f"{row.name}:")
     tree = base.with_training(distilled=not row.plain).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""The loop of a comparison: every row with every seed."""
+"""Trains every row of a comparison with every seed, and writes its results."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def run(
     A training whose loss diverges is reported as failed. Raises UserError, before anything is
     written, for a row that cannot be run and for a folder that holds something else.
     """
-    name = Path(sweep).stem if sweep else "compare"
+    name = "compare"
     rows = default_rows(settings, students)
     if sweep is not None:
+        name = Path(sweep).stem
         rows = sweep_rows(read_yaml(sweep, "sweeps"), sweep, rows)
     if only:
         rows = select_rows(rows, only)
@@ -82,10 +83,12 @@ def plan(
     """For each row its training with each seed. Raises UserError for a row that cannot be run."""
     loaded: dict[str, ImageData] = {}
 
-    def of_row(row: Row) -> list[Training]:
+    def row_trainings(row: Row) -> list[Training]:
         settings = settled(resolve(row, base))
         name = settings.data.model_dump_json()
-        data = loaded[name] = loaded.get(name) or load_data(settings.data, base.download)
+        if name not in loaded:  # most rows have the same images
+            loaded[name] = load_data(settings.data, base.download)
+        data = loaded[name]
         if test and data.test is None:
             raise UserError(f"--test: data set {data.name} has no test split")
         check(row, settings, data)
@@ -100,7 +103,7 @@ def plan(
             for seed in seeds
         ]
 
-    return [of_row(row) for row in rows]
+    return [row_trainings(row) for row in rows]
 
 
 def check(row: Row, settings: Settings, data: ImageData) -> None:
@@ -123,7 +126,9 @@ def check(row: Row, settings: Settings, data: ImageData) -> None:
 
 def check_folder(run_dir: Path) -> None:
     """Raises UserError for a folder that holds something else than a comparison."""
-    names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    names = set()
+    if run_dir.is_dir():
+        names = {path.name for path in run_dir.iterdir()}
     has_runs = not names.isdisjoint({"students", "teachers"})
     is_comparison = names == {"lock"} or ("lock" in names and has_runs)
     if run_dir.is_file() or (names and not is_comparison):

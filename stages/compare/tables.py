@@ -1,4 +1,4 @@
-"""The results of a comparison as tables for a terminal of 80 columns."""
+"""Results of a comparison as tables for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from rich.table import Table
 def tables(results: dict[str, Any]) -> Iterator[Table]:
     """Accuracy over cost; differences from the plain ViT, with more than one seed; first passages;
     and how the runs ended."""
-    rows, reference, seeds = results["rows"], results["reference"], len(results["seeds"])
-    over = "one seed" if seeds == 1 else f"mean ± std of {seeds} seeds"
+    rows = results["rows"]
+    reference = results["reference"]
+    seeds = len(results["seeds"])
+    over = "one seed"
+    if seeds > 1:
+        over = f"mean ± std of {seeds} seeds"
     cheapest_first = sorted(
         (row for row in rows if not row["failed"]),
         key=lambda row: row["final"]["multiply_adds"]["mean"],
@@ -32,13 +36,17 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
         )
     goals = next(row["at"] for row in rows if row["at"])
     names = [f"to {100 * goal.get('share', goal.get('target')):.0f} %" for goal in goals]
-    of = f" of the final accuracy of the {reference}" * ("share" in goals[0])
-    with_a = "; with A: phase A counted" * (not all(row["plain"] for row in rows))
+    caption = names[-1]
+    if "share" in goals[0]:
+        caption += f" of the final accuracy of the {reference}"
+    caption += f": speed-up over the first passage of the {reference} itself"
+    if not all(row["plain"] for row in rows):
+        caption += "; with A: phase A counted"
     yield _table(
         "Epochs until an accuracy is first reached",
         [*names, "speed-up", "with A", "speed-up"],
         (_passages(row, seeds, len(goals)) for row in rows),
-        f"{names[-1]}{of}: speed-up over the first passage of the {reference} itself{with_a}",
+        caption,
     )
     yield _table(
         f"At the end, {over}",
@@ -48,7 +56,8 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def _over_cost(row: dict[str, Any]) -> list[str]:
-    final, above = row["final"], row["above_front"]
+    final = row["final"]
+    above = row["above_front"]
     return [
         row["row"],
         _mean(final["multiply_adds"], "{:.3g}", scale=1e-12),
@@ -61,16 +70,21 @@ def _over_cost(row: dict[str, Any]) -> list[str]:
 
 def _difference(row: dict[str, Any]) -> list[str]:
     difference = row["difference"]
-    tested = (difference[name] for name in ("p", "holm"))
-    ps = ["-" if p is None else f"{p:.3f}" for p in tested]
-    points = _mean(difference, "{:+.2f}", scale=100)
-    return [row["row"], points, _interval(difference), *ps, difference["verdict"]]
+    return [
+        row["row"],
+        _mean(difference, "{:+.2f}", scale=100),
+        _interval(difference),
+        _p(difference["p"]),
+        _p(difference["holm"]),
+        difference["verdict"],
+    ]
 
 
 def _passages(row: dict[str, Any], seeds: int, goals: int) -> list[str]:
     if not row["at"]:
         return [row["row"], *["failed"] * goals]
-    last, with_a = row["at"][-1], []
+    last = row["at"][-1]
+    with_a = []
     if not row["plain"]:
         with_a.append(_mean(last["epochs_with_phase_a"], "{:.1f}"))
         with_a.append(_mean(last["speedup_with_phase_a"], "{:.2f}"))
@@ -82,7 +96,9 @@ def _epochs(at: dict[str, Any], seeds: int) -> str:
     """Epochs to an accuracy, or how many seeds reached it."""
     if at["reached"] == seeds:
         return _with_std(at["epochs"], "{:.1f}")
-    return f"{at['reached']} of {seeds}" if at["reached"] else "never"
+    if at["reached"] == 0:
+        return "never"
+    return f"{at['reached']} of {seeds}"
 
 
 def _end(row: dict[str, Any]) -> list[str]:
@@ -105,11 +121,14 @@ def _table(
     """A table whose lines begin with the name of a row, without columns that say nothing."""
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     filled = [[*line, *["-"] * (1 + len(columns) - len(line))] for line in lines]
-    said = [0, *(at for at in range(1, 1 + len(columns)) if {line[at] for line in filled} - {"-"})]
-    for at in said:
-        table.add_column(["", *columns][at], justify="right" if at else "left", no_wrap=at > 0)
+    shown = [0]  # numbers of columns; 0 are the rows' names
+    table.add_column("")
+    for number, column in enumerate(columns, 1):
+        if any(line[number] != "-" for line in filled):
+            shown.append(number)
+            table.add_column(column, justify="right", no_wrap=True)
     for line in filled:
-        table.add_row(*(line[at] for at in said))
+        table.add_row(*(line[number] for number in shown))
     return table
 
 
@@ -119,10 +138,18 @@ def _interval(difference: dict[str, Any] | None) -> str:
     return f"{100 * difference['low']:+.2f} to {100 * difference['high']:+.2f}"
 
 
+def _p(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def _mean(spread: dict[str, Any] | None, form: str, *, scale: float = 1) -> str:
-    return "-" if not spread or spread["mean"] is None else form.format(scale * spread["mean"])
+    if not spread or spread["mean"] is None:
+        return "-"
+    return form.format(scale * spread["mean"])
 
 
 def _with_std(spread: dict[str, Any], form: str, *, scale: float = 1) -> str:
     mean = _mean(spread, form, scale=scale)
-    return mean if spread["std"] is None else f"{mean} ±{form.format(scale * spread['std'])}"
+    if spread["std"] is None:
+        return mean
+    return f"{mean} ±{form.format(scale * spread['std'])}"

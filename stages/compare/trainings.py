@@ -1,4 +1,4 @@
-"""The trainings of a comparison: the settings of each, where it lies, and what it has reached."""
+"""Trainings of a comparison: the settings of each, where it lies, and what it has reached."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from gaupipe.distillation.export import drawing, is_complete
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
-from gaupipe.system.progress import epochs_in, read_metrics
+from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics
 from stages.compare.rows import Row
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 
-COSTS_FILE, TEST_FILE = "costs.json", "test.json"
-"""Files beside a student: the costs of its training, and its score on the test split."""
+COSTS_FILE = "costs.json"
+"""Beside a student: what its training cost."""
+
+TEST_FILE = "test.json"
+"""Beside a student: its score on the test split."""
 
 CURVES = ("val_acc", "val_loss", "loss_hard", "seconds")
 """Metrics of which the results have the value after each epoch."""
@@ -43,7 +46,7 @@ def _sha256(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The training of a row with one seed. The names of its folders in ``root`` are made of its
+    """One row trained with one seed. The names of its folders in ``root`` are made of its
     settings, so that the same training is found again, whichever comparison asks for it."""
 
     row: Row
@@ -96,15 +99,21 @@ class Training:
     def test_scores(self) -> dict[str, Any] | None:
         """The content of :data:`TEST_FILE`; None where there is none of these test images."""
         path = self.folder / TEST_FILE
-        scores = json.loads(path.read_bytes()) if path.is_file() else {}
-        return scores if scores.get("test_sha256") == self.test_sha256 else None
+        scores: dict[str, Any] = {}
+        if path.is_file():
+            scores = json.loads(path.read_bytes())
+        if scores.get("test_sha256") != self.test_sha256:
+            return None
+        return scores
 
     def read(self) -> dict[str, Any]:
-        """The finished training from its files, as JSON values: the :data:`CURVES`, and what it has
-        cost. Raises UserError where the files are not of one training."""
+        """Reads the finished training from its files, as JSON values: the :data:`CURVES`, and what
+        it has cost. Raises UserError where the files are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.entry(self.folder, len(metrics))
-        phase_a = [] if self.row.plain else read_metrics(self.folder / "phase_a.jsonl")
+        phase_a: list[EpochMetrics] = []
+        if not self.row.plain:
+            phase_a = read_metrics(self.folder / "phase_a.jsonl")
         costs = json.loads((self.folder / COSTS_FILE).read_text())
         scores = self.test_scores() or {}
         curves = {name: [dict(entry)[name] for entry in metrics] for name in CURVES}

@@ -48,19 +48,24 @@ def train(trainings: Iterable[Training], jobs: int) -> dict[Path, dict[str, Any]
     with _pool(jobs) as results, bar:
         for what, job in ("teachers", _teach), ("students", _train):
             left = [training for training in unfinished if training.folder not in failures]
-            groups = _by_teacher(left) if job is _teach else [[training] for training in left]
+            groups = [[training] for training in left]
+            if job is _teach:  # a teacher is trained once for all who learn from it
+                groups = _by_teacher(left)
             task = bar.add_task(what, total=len(groups))
             for number, (group, result) in enumerate(results(job, groups), 1):
                 try:
                     line = result()
                 except (UserError, store.StoreError) as error:
                     line = " ".join(str(error).split())
-                    failures |= dict.fromkeys((training.folder for training in group), line)
+                    failures |= {training.folder: line for training in group}
                 if line:
-                    named = f"{group[0].row.name}, seed {group[0].settings.seed}"
-                    console.print(f"{number}/{len(groups)} {named}: {line}", soft_wrap=True)
+                    first = group[0]
+                    name = f"{first.row.name}, seed {first.settings.seed}"
+                    console.print(f"{number}/{len(groups)} {name}: {line}", soft_wrap=True)
                 bar.advance(task)
-    return {folder: failures.get(folder) or one.read() for folder, one in by_folder.items()}
+    return {
+        folder: failures.get(folder) or training.read() for folder, training in by_folder.items()
+    }
 
 
 @contextlib.contextmanager
@@ -68,14 +73,20 @@ def _pool(jobs: int) -> Iterator[Callable[[Job, list], Iterator[tuple[list, Call
     """A function of (job, groups) that yields each group, as its job ends, with a function that
     returns the job's result or raises its error."""
     if jobs == 1:
-        yield lambda job, groups: ((group, partial(job, group)) for group in groups)
+
+        def one_by_one(job: Job, groups: list) -> Iterator[tuple[list, Callable]]:
+            for group in groups:
+                yield group, partial(job, group)
+
+        yield one_by_one
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, _start_worker, (jobs,)) as pool:
 
         def results(job: Job, groups: list) -> Iterator[tuple[list, Callable]]:
             futures = {pool.submit(job, group): group for group in groups}
-            return ((futures[future], future.result) for future in as_completed(futures))
+            for future in as_completed(futures):
+                yield futures[future], future.result
 
         try:
             yield results
@@ -87,7 +98,7 @@ def _pool(jobs: int) -> Iterator[Callable[[Job, list], Iterator[tuple[list, Call
 
 
 def _by_teacher(trainings: list[Training]) -> list[list[Training]]:
-    """The trainings that learn from a teacher, those of one teacher together."""
+    """Groups the trainings that learn from a teacher by their teacher."""
     groups: dict[Path, list[Training]] = {}
     for training in trainings:
         if not training.row.plain:
@@ -96,8 +107,8 @@ def _by_teacher(trainings: list[Training]) -> list[list[Training]]:
 
 
 def _start_worker(jobs: int) -> None:
-    """Prepares a worker process, which ends when the first process is gone. That one answers
-    Ctrl-C."""
+    """Prepares a worker process. It leaves Ctrl-C to the first process, which kills its workers,
+    and ends when that process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     machine.jobs = jobs
@@ -106,7 +117,7 @@ def _start_worker(jobs: int) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
-        os._exit(1)
+        os._exit(1)  # sys.exit would end this thread alone
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -114,17 +125,20 @@ def _start_worker(jobs: int) -> None:
 def _teach(group: list[Training]) -> str:
     """Phase A of the teacher that the whole group learns from, and every store the group reads."""
     stores = {training.maps: training for training in group if not training.exported}
-    settings, teacher = as_teacher(group[0].settings), group[0].teacher
     if not stores:
         return ""
+    settings = as_teacher(group[0].settings)
+    teacher = group[0].teacher
     with _logged(teacher.path.with_suffix(".log")):
         resume = teacher.phase_a.exists()
         metrics = phase_a.run(settings, teacher.path, resume=resume, students=False)
         for training in stores.values():
             _export(training, metrics)
     line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
-    accuracy = metrics[-1]["train_acc"]  # None of a teacher without a head
-    return line if accuracy is None else f"{line}, training accuracy {accuracy:.4f}"
+    accuracy = metrics[-1]["train_acc"]
+    if accuracy is not None:  # a teacher without a head has none
+        line += f", training accuracy {accuracy:.4f}"
+    return line
 
 
 def _export(training: Training, metrics: list[EpochMetrics]) -> None:
@@ -133,15 +147,18 @@ def _export(training: Training, metrics: list[EpochMetrics]) -> None:
     settings = training.settings
     out = str(training.maps)
     export.ensure(training.teacher.path, out=out, export=settings.export, augment=settings.augment)
-    spent = costs.of_phase_a(training, metrics, time.process_time() - began)
+    spent = costs.phase_a_costs(training, metrics, time.process_time() - began)
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
 
 
 def _train(group: list[Training]) -> str:
     """One training, into its folder, beside a copy of its teacher's metrics."""
     (training,) = group
-    folder, settings = training.folder, training.settings
-    teacher, maps, phase_a_costs = None, training.maps_url, {}
+    folder = training.folder
+    settings = training.settings
+    maps = training.maps_url
+    teacher = None
+    phase_a_costs = {}
     with _logged(folder / "log.txt"):
         write_whole(folder / "config.yaml", config.dump(settings))
         if not training.row.plain:
@@ -153,10 +170,11 @@ def _train(group: list[Training]) -> str:
         if training.test_sha256 is not None:
             scores = {"test_sha256": training.test_sha256, **score_test_split(training)}
             write_whole(folder / TEST_FILE, json.dumps(scores) + "\n")
-        spent = {"student": costs.of_student(training, metrics), "phase_a": phase_a_costs}
+        spent = {"student": costs.student_costs(training, metrics), "phase_a": phase_a_costs}
         write_whole(folder / COSTS_FILE, json.dumps(spent) + "\n")
-    epochs, seconds, accuracy = len(metrics), total_seconds(metrics), metrics[-1]["val_acc"]
-    return f"validation accuracy {accuracy:.4f} after {epochs} epochs, {seconds:.0f} s"
+    accuracy = metrics[-1]["val_acc"]
+    seconds = total_seconds(metrics)
+    return f"validation accuracy {accuracy:.4f} after {len(metrics)} epochs, {seconds:.0f} s"
 
 
 @contextlib.contextmanager
@@ -168,7 +186,7 @@ def _logged(log: Path) -> Iterator[None]:
 
 
 def score_test_split(training: Training) -> evaluate.Metrics:
-    """The metrics of a finished student on the test split."""
+    """Scores a finished student on the test split."""
     data = load_data(training.settings.data)
     student = timm.create_model(f"local-dir:{training.folder / 'student'}", pretrained=True).eval()
     assert data.test is not None  # a comparison asks for it before it trains

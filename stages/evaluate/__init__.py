@@ -6,6 +6,7 @@ Axis letters: N images, C classes.
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -24,12 +25,12 @@ from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.settings import Settings
-from gaupipe.system import digests, distributed
+from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from gaupipe.vit.forward import forward_with_maps
-from gaupipe.vit.saving import class_names
+from gaupipe.vit.saving import class_names, saved_sha256
 from stages import phase_a, predict
 from stages.evaluate import confusion as figure
 from stages.evaluate.by_class import ByClass, by_class, labelled
@@ -120,8 +121,7 @@ def run(
     student, data, maps = distributed.main_first(load)
     ranks.check_same(student.settings, data)
     images = getattr(data, split)
-    weights = (digests.read(student.folder / "student") or {}).get("model.safetensors")
-    same = {f"{student.folder / 'student'}, sha256": weights}
+    same = {f"{student.folder / 'student'}, sha256": saved_sha256(student.folder / "student")}
     distributed.check_same(same, "should be the same student everywhere")
     logits, labels = predictions(student.model, images, data, student.settings)
     teacher: BesideTeacher = {}
@@ -142,10 +142,10 @@ def run(
         **agreement,
         **by_class(rows, names),
     }
-    if out is not None:
-        distributed.on_main(lambda: predict.write(rows, out))
-    if confusion is not None:
-        distributed.on_main(lambda: figure.draw(scores["confusion"], names, confusion))
+    if out is not None and distributed.is_main():
+        predict.write(rows, out)
+    if confusion is not None and distributed.is_main():
+        figure.draw(scores["confusion"], names, confusion)
     return scores
 
 
@@ -155,10 +155,15 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
     if not folder.is_dir():
         raise UserError(f"--data {folder}: no such folder; it should hold CLASS/*.png")
     model: Any = student.model
-    config, size = model.pretrained_cfg, model.patch_embed.img_size[0]
-    names, classes = class_names(model, model.num_classes), find_classes(folder)
-    if unknown := sorted(classes.keys() - {*names}):
-        known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    config = model.pretrained_cfg
+    size = model.patch_embed.img_size[0]
+    names = class_names(model, model.num_classes)
+    classes = find_classes(folder)
+    unknown = sorted(classes.keys() - {*names})
+    if unknown:
+        known = ", ".join(names[:10])
+        if len(names) > 10:
+            known += ", ..."
         raise UserError(
             f"--data {folder}: the student has no class {unknown[0]!r}; its classes are {known}"
         )
@@ -220,17 +225,18 @@ def predictions(
 ) -> tuple[Tensor, Tensor]:
     """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. The device
     is that of the settings. Ranks share the work, and every one gets all of it."""
-    device, sizes = select_device(settings.device, settings.threads), settings.data
+    device = select_device(settings.device, settings.threads)
     model = model.to(device)
+    sizes = settings.data
     world = distributed.world_size()
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
     mine = [
         (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
         for batch in batches.of_rank()
     ]
-    parts = [part for of_rank in distributed.all_gather_object(mine) for part in of_rank]
+    parts = chain.from_iterable(distributed.all_gather_object(mine))
     ids, logits, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    order = ids.argsort()
+    order = ids.argsort()  # the ranks took the batches in turn
     return logits[order], labels[order]
 
 
@@ -278,24 +284,32 @@ def teacher_agreement(
     if maps.schema.extra.get("views") is None:
         loaded = batches.in_order(image_ids)
     else:  # the first view of each image, as its maps were made
-        views, augment = maps.schema.views, Augment(settings.augment, settings.seed)
+        views = maps.schema.views
+        augment = Augment(settings.augment, settings.seed)
         loaded = batches.views(image_ids * views, augment, views)
     for batch in loaded:
         batch.stored = maps.gather(batch.ids.numpy())
         logits, log_maps = forward_with_maps(student, batch.images)
-        same += (logits.argmax(-1).cpu().numpy() == batch.stored["logits"].argmax(-1)).sum()
+        predicted = logits.argmax(-1).cpu().numpy()
+        same += (predicted == batch.stored["logits"].argmax(-1)).sum()
         teacher = job.teacher_maps(batch)
         for block, log_map in enumerate(log_maps):
-            if layers[block] is not None:
-                log_map = patch_map(log_map, student.num_prefix_tokens)
-                hidden = torch.isneginf(log_map) if torch.isneginf(log_map).any() else None
-                kl = feature_loss(log_map, teacher.map(block), hidden=hidden).item()
-                divergence[block] += kl * len(batch) / count
-    kls = distributed.all_reduce_sum(divergence).tolist()
+            if layers[block] is None:
+                continue
+            log_map = patch_map(log_map, student.num_prefix_tokens)
+            hidden = None
+            if torch.isneginf(log_map).any():  # the attention hides some keys from a query
+                hidden = torch.isneginf(log_map)
+            kl = feature_loss(log_map, teacher.map(block), hidden=hidden).item()
+            divergence[block] += kl * len(batch) / count
+    kls: list[float | None] = distributed.all_reduce_sum(divergence).tolist()
+    for block, layer in enumerate(layers):
+        if layer is None:
+            kls[block] = None
     return {
         "teacher_images": count,
         "teacher_agreement": int(distributed.all_reduce_sum(same)) / count,
-        "map_kl": [None if layer is None else kl for layer, kl in zip(layers, kls, strict=True)],
+        "map_kl": kls,
     }
 
 

@@ -1,4 +1,4 @@
-"""The predictions of labelled images: how good they are for each class, and where they fail."""
+"""Predictions of labelled images: how good they are for each class, and where they fail."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from torch import Tensor
 from gaupipe.data.splits import Split
 from stages.predict import Prediction, Row, as_row, most_probable
 
-MISTAKES, SHOWN_CLASSES = 10, 20
-"""Mistakes in the scores, and classes in their table on a terminal."""
+MISTAKES = 10
+"""Mistakes in the scores."""
+
+SHOWN_CLASSES = 20
+"""Classes in their table on a terminal."""
 
 IN_TABLES = ("classes", "confusion", "mistakes")
 
@@ -23,10 +26,11 @@ def labelled(
     logits: Tensor, labels: Tensor, images: Split, names: Sequence[str]
 ) -> list[Prediction]:
     """The prediction for each image of a split, from logits [N, C], beside its label of [N]."""
-    classes = most_probable(logits.softmax(-1), names, top=1)
+    predicted = most_probable(logits.softmax(-1), names, top=1)
+    pairs = zip(predicted, labels.tolist(), strict=True)
     return [
-        Prediction(images.path(image), of_image, label=names[label])
-        for image, (of_image, label) in enumerate(zip(classes, labels.tolist(), strict=True))
+        Prediction(images.path(image), classes, label=names[label])
+        for image, (classes, label) in enumerate(pairs)
     ]
 
 
@@ -76,12 +80,15 @@ def tables(scores: ByClass) -> Iterator[Table | str]:
     """The accuracy of each class, the worst first, and the most confident mistakes."""
     yield ""
     yield class_table(scores)
-    images = [entry["images"] for entry in scores["classes"]]
-    if (more := len(images) - images.count(0) - SHOWN_CLASSES) > 0:
+    unseen = [entry["class"] for entry in scores["classes"] if not entry["images"]]
+    more = len(scores["classes"]) - len(unseen) - SHOWN_CLASSES
+    if more > 0:
         yield f"and {more:,} classes with higher accuracy"
-    if unseen := [entry["class"] for entry in scores["classes"] if not entry["images"]]:
-        others = f" and {len(unseen) - 5:,} more classes" if len(unseen) > 5 else ""
-        yield escape(f"no images of {', '.join(unseen[:5])}{others}")
+    if unseen:
+        names = ", ".join(unseen[:5])
+        if len(unseen) > 5:
+            names += f" and {len(unseen) - 5:,} more classes"
+        yield escape(f"no images of {names}")
     if scores["mistakes"]:
         yield ""
         yield mistake_table(scores["mistakes"])
@@ -95,9 +102,9 @@ def class_table(scores: ByClass) -> Table:
     rows = zip(scores["classes"], scores["confusion"], strict=True)
     seen = [(entry, row) for entry, row in rows if entry["images"]]
     for entry, row in sorted(seen, key=lambda pair: pair[0]["top1"] or 0.0)[:SHOWN_CLASSES]:
-        others = zip(row, names, strict=True)
-        number, other = max((n, name) for n, name in others if name != entry["class"])
-        taken = f"{other} ({number:,})" if number else ""
+        counts = zip(row, names, strict=True)
+        most, other = max((count, name) for count, name in counts if name != entry["class"])
+        taken = f"{other} ({most:,})" if most else ""
         shown.add_row(
             escape(entry["class"]), f"{entry['images']:,}", f"{entry['top1']:.4f}", escape(taken)
         )

@@ -1,4 +1,4 @@
-"""The confusion matrix of a classifier as a picture."""
+"""Draws the confusion matrix of a classifier."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import numpy as np
 
 from gaupipe.system.files import whole_file
 
-NUMBERED, NAMED = 20, 60
-"""Up to so many classes the cells have numbers, and the axes names."""
+NUMBERED = 20
+"""Most classes of a picture whose cells have numbers."""
+
+NAMED = 60
+"""Most classes of a picture whose axes have names."""
 
 
 def draw(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Attention to one image: as a store has it, and as a model computes it now.
+"""Attention to one image: stored maps, and those that a model computes now.
 
 Axis letters: L blocks, H heads, T patches, P class and register tokens, which come before the
 patches, C classes.
@@ -77,8 +77,10 @@ class ImageMaps:
 
     @property
     def extra(self) -> list[str]:
-        """Names of the tokens that are no patches: the class token first."""
-        return ["class", *(f"register {number}" for number in range(1, self.prefix))][: self.prefix]
+        """Names of the class and register tokens, the class token first."""
+        if not self.prefix:
+            return []
+        return ["class", *(f"register {number}" for number in range(1, self.prefix))]
 
     def prediction(self, most: int = 1) -> MapsPrediction:
         """The predicted class, and the ``most`` likely ones."""
@@ -94,26 +96,32 @@ class StoredMaps:
     """A store whose images are looked at one by one."""
 
     def __init__(self, maps: store.Store) -> None:
-        self.maps, self.views = maps, maps.schema.extra.get("views")
+        self.maps = maps
+        self.views = maps.schema.extra.get("views")
         self.labelled = "files" not in maps.schema.extra
         self._decode = KINDS[maps.schema.kind].reader(maps, CPU)
 
     def see(self, image: int, view: int = 0) -> tuple[ImageMaps, dict[str, np.ndarray]]:
         """The maps of an image, or of one of its views, and the arrays that stand for them."""
-        schema, entry = self.maps.schema, image * self.maps.schema.views + view
+        schema = self.maps.schema
+        entry = image * schema.views + view
         stored = self.maps.read(entry, entry + 1)
         attention = self._decode(stored)
-        gaussians = attention.gaussians[0] if isinstance(attention, StoredGaussians) else None
-        logits = torch.from_numpy(stored["logits"][0]).float()
         seen = ImageMaps(
-            schema.grid,
-            lambda layer: attention.rows(layer)[0],
-            int(stored["labels"][0]) if self.labelled else None,
-            logits if schema.extra.get("predicts", True) else None,
-            schema.prefix_tokens,
-            gaussians,
-            by="teacher" if self.labelled else schema.extra["teacher"],
+            grid=schema.grid,
+            map=lambda layer: attention.rows(layer)[0],
+            label=None,
+            logits=None,
+            prefix=schema.prefix_tokens,
         )
+        if isinstance(attention, StoredGaussians):
+            seen.gaussians = attention.gaussians[0]
+        if schema.extra.get("predicts", True):
+            seen.logits = torch.from_numpy(stored["logits"][0]).float()
+        if self.labelled:
+            seen.label = int(stored["labels"][0])
+        else:  # a store of image files, which a trained ViT was given
+            seen.by = schema.extra["teacher"]
         return seen, {name: stored[name][0] for name in schema.kind_class.arrays(schema)}
 
 
@@ -149,7 +157,9 @@ def image_pixels(
     """An image, or the view of it that ``views``, a store's extra["views"], describes: uint8
     [height, width, C]."""
     images = getattr(data, split)
-    return images.image(image) if views is None else view_of(images, image, drawn(views), view)
+    if views is None:
+        return images.image(image)
+    return view_of(images, image, drawn(views), view)
 
 
 def drawn(views: dict[str, Any]) -> Augment:
@@ -160,7 +170,10 @@ class LiveMaps:
     """A ViT whose attention to the images of a data set is computed when it is asked for."""
 
     def __init__(self, name: str, model: Any, data: ImageData, forward: Forward) -> None:
-        self.name, self.model, self.data, self.forward = name, model, data, forward
+        self.name = name
+        self.model = model
+        self.data = data
+        self.forward = forward
         self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
         self.layers = len(model.blocks)
         self.labelled = not isinstance(data.train.source, PreparedImages)
@@ -181,11 +194,11 @@ class LiveMaps:
         with torch.inference_mode():
             logits, maps = self.forward(batch.images)
         return ImageMaps(
-            self.grid,
-            lambda layer: maps[layer][0],
-            int(batch.labels[0]) if self.labelled else None,
-            logits[0] if self.model.num_classes else None,
-            getattr(self.model, "num_prefix_tokens", 0),
+            grid=self.grid,
+            map=lambda layer: maps[layer][0],
+            label=int(batch.labels[0]) if self.labelled else None,
+            logits=logits[0] if self.model.num_classes else None,
+            prefix=getattr(self.model, "num_prefix_tokens", 0),
             by=self.name,
         )
 
@@ -216,7 +229,8 @@ class LiveMaps:
         batches = Batches(getattr(self.data, split), self.data, CPU, batch_size=1)
         if views is None:
             return next(batches.in_order(np.array([image])))
-        return next(batches.views(np.array([image * (view + 1) + view]), drawn(views), view + 1))
+        count = view + 1  # as many views of an image as are counted here, so that this one is there
+        return next(batches.views(np.array([image * count + view]), drawn(views), count))
 
 
 class StudentMaps(LiveMaps):
@@ -229,8 +243,10 @@ class StudentMaps(LiveMaps):
 
     def __init__(self, run: RunDirectory, name: str, data: ImageData | None = None) -> None:
         student = load_student(run.path, name)
-        settings, model = student.settings, student.model
-        data = data or run.load_data(settings)
+        settings = student.settings
+        model = student.model
+        if data is None:
+            data = run.load_data(settings)
 
         def forward(images: Tensor) -> tuple[Tensor, list[Tensor]]:
             logits, log_maps = forward_with_maps(model, images)
@@ -252,10 +268,17 @@ class StudentMaps(LiveMaps):
         batch = self.batch(image, views, view, split)
         seen = self.seen(batch)
         seen.no_teacher = self.no_teacher(views, split)
-        if seen.no_teacher is None:
-            whole, prefix = seen.map, seen.prefix
-            seen.map = lambda layer: without_prefix(whole(layer)[None], prefix)[0][0]
-            seen.prefix, seen.teacher = 0, self._teacher(batch, image, view, seen.map)
+        if seen.no_teacher is None:  # whose maps are from patches to patches
+            whole = seen.map
+            prefix = seen.prefix
+
+            def between_patches(layer: int) -> Tensor:
+                maps, _ = without_prefix(whole(layer)[None], prefix)
+                return maps[0]
+
+            seen.map = between_patches
+            seen.prefix = 0
+            seen.teacher = self._teacher(batch, image, view, between_patches)
         return seen
 
     def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:
@@ -269,7 +292,9 @@ class StudentMaps(LiveMaps):
         stored = self.store.schema.extra.get("views")
         if stored == views:
             return None
-        others = "the images themselves" if stored is None else "other views"
+        others = "other views"
+        if stored is None:
+            others = "the images themselves"
         return f"{self.store.url} holds maps of {others}, which are not shown here"
 
     @torch.inference_mode()
@@ -282,9 +307,13 @@ class StudentMaps(LiveMaps):
         stored = self._job.teacher_maps(batch)
         compared: list[Tensor | None] = []
         for layer in range(self.layers):
-            teacher, block = None, maps(layer)
-            if stored.layers[layer] is not None:
-                teacher, hidden = stored.map(layer)[0].expand_as(block), block == 0
-                teacher = without_keys(teacher, hidden) if hidden.any() else teacher
+            if stored.layers[layer] is None:
+                compared.append(None)
+                continue
+            block = maps(layer)
+            teacher = stored.map(layer)[0].expand_as(block)
+            hidden = block == 0
+            if hidden.any():
+                teacher = without_keys(teacher, hidden)
             compared.append(teacher)
         return compared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -30,25 +30,28 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
     ``url`` the store is that of the run."""
     url = _store(url, run_dir)
     maps = store.open(url, allow_incomplete=True)
-    schema, size = maps.schema, maps.size_on_disk()
-    views = {} if schema.views == 1 else {"views_per_image": schema.views}
-    return {
+    schema = maps.schema
+    size = maps.size_on_disk()
+    shown = {
         "store": url,
         "kind": schema.kind,
         "complete": maps.complete,
         "dataset": schema.dataset,
         "encoding": schema.encoding,
-        **({} if schema.k is None else {"k": schema.k}),
-        "images": schema.images,
-        **views,
-        "layers": schema.layers,
-        "heads": schema.heads,
-        "grid": list(schema.grid),
-        **({"extra_tokens": schema.prefix_tokens} if schema.prefix_tokens else {}),
+    }
+    if schema.k is not None:
+        shown["k"] = schema.k
+    shown["images"] = schema.images
+    if schema.views > 1:
+        shown["views_per_image"] = schema.views
+    shown |= {"layers": schema.layers, "heads": schema.heads, "grid": list(schema.grid)}
+    if schema.prefix_tokens:
+        shown["extra_tokens"] = schema.prefix_tokens
+    return shown | {
         "classes": schema.num_classes,
         "arrays": {
-            name: f"{list(shape)} {schema.stored_dtype(name)}"
-            for name, (shape, *_) in schema.arrays().items()
+            name: f"{list(spec.shape)} {schema.stored_dtype(name)}"
+            for name, spec in schema.arrays().items()
         },
         "bytes_on_disk": size,
         "bytes_per_image": round(size / schema.images, 1),
@@ -84,13 +87,14 @@ def attention(
     url: str | None = None,
     run_dir: Path | None = None,
     student: str | None = None,
-    layer: int = 0,
+    layer: int | None = None,
     head: str = "mean",
-    query: str = "mean",
+    query: str | None = None,
     view: int = 0,
     png: str | None = None,
 ) -> Seen:
-    """The map of one training image, block, head (or ``mean``) and query (or ``mean``), as plain
+    """The map of one training image, block (None is the last), head (or ``mean``) and query (or
+    ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), as plain
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
     a ``student``. ``view`` counts the views that a store may have of an image. ``png`` is drawn as
     well.
@@ -105,20 +109,24 @@ def attention(
     """
     if png is not None:
         check_file("--png", Path(png), ".png")
-    seen, pixels = look(url, run_dir, student, image, layer, view)
-    rows, extra = seen.map(layer), len(seen.extra)  # [H, P + T, P + T]
-    heads, queries = (
-        _choice("--head", head, rows.shape[0]),
-        _choice("--query", query, rows.shape[1] - extra, seen.extra),
-    )
+    seen, pixels, layer = look(url, run_dir, student, image, layer, view)
+    if query is None:
+        height, width = seen.grid
+        query = str(height // 2 * width + width // 2)
+    rows = seen.map(layer)  # [H, P + T, P + T]
+    extra = len(seen.extra)
+    heads = _choice("--head", head, rows.shape[0])
+    queries = _choice("--query", query, rows.shape[1] - extra, seen.extra)
 
-    def mean(of_all: Tensor) -> Tensor:
-        return of_all[heads][:, queries].mean((0, 1))
+    def mean(values: Tensor) -> Tensor:
+        return values[heads][:, queries].mean((0, 1))
 
     gaussian = None
     if seen.gaussians is not None and "mean" not in (head, query):
         gaussian = seen.gaussians[layer, heads[0], queries[0]].tolist()
-    whole, predicted = mean(rows), seen.prediction()
+    whole = mean(rows)  # [P + T]
+    predicted = seen.prediction()
+    numbered = query != "mean" and query not in seen.extra
     shown: Seen = {
         "image": image,
         "label": seen.label,
@@ -127,14 +135,16 @@ def attention(
         "by": seen.by,
         "layer": layer,
         "head": head if head == "mean" else int(head),
-        "query": query if query == "mean" or query in seen.extra else int(query),
+        "query": int(query) if numbered else query,
         "grid": list(seen.grid),
         "gaussian": gaussian,
         "map": whole[extra:].reshape(seen.grid).tolist(),
         "teacher": None,
         "kl": None,
     }
-    teacher = seen.teacher[layer] if seen.teacher else None
+    teacher = None
+    if seen.teacher:
+        teacher = seen.teacher[layer]
     if teacher is not None:
         kl = torch.xlogy(teacher, teacher / rows.clamp_min(TINY)).sum(-1, keepdim=True)
         shown["teacher"] = mean(teacher).reshape(seen.grid).tolist()
@@ -149,51 +159,67 @@ def attention(
 
 
 def look(
-    url: str | None, run_dir: Path | None, student: str | None, image: int, layer: int, view: int
-) -> tuple[ImageMaps, Callable[[], np.ndarray]]:
-    """The maps of an image, and a function that gives its pixels. Raises UserError for an image, a
-    block or a view that there is not."""
+    url: str | None,
+    run_dir: Path | None,
+    student: str | None,
+    image: int,
+    layer: int | None,
+    view: int,
+) -> tuple[ImageMaps, Callable[[], np.ndarray], int]:
+    """The maps of an image, a function that gives its pixels, and the block. Raises UserError for
+    an image, a block or a view that there is not."""
 
-    def check(where: str, images: int, layers: int, count: int) -> None:
+    def check(where: str, images: int, layers: int, count: int) -> int:
+        block = layers - 1 if layer is None else layer
         _check("--image", image, images, where)
-        _check("--layer", layer, layers, where)
+        _check("--layer", block, layers, where)
         _check("--view", view, count, where)
+        return block
 
     if student is None:
         stored = StoredMaps(store.open(_store(url, run_dir)))
         schema = stored.maps.schema
-        check("the store", schema.images, schema.layers, schema.views)
+        block = check("the store", schema.images, schema.layers, schema.views)
         seen, _ = stored.see(image, view)
-        return seen, lambda: image_pixels(images_of(stored.maps), image, stored.views, view)
+        return seen, lambda: image_pixels(images_of(stored.maps), image, stored.views, view), block
     assert run_dir is not None
     live = StudentMaps(RunDirectory(run_dir), student)
-    views, count = None, 1
+    views = None
+    count = 1
     if live.store is not None:
-        views, count = live.store.schema.extra.get("views"), live.store.schema.views
-    check("the student", len(live.data.train), live.layers, count)
-    return live.see(image, views, view), lambda: image_pixels(live.data, image, views, view)
+        views = live.store.schema.extra.get("views")
+        count = live.store.schema.views
+    block = check("the student", len(live.data.train), live.layers, count)
+    seen = live.see(image, views, view)
+    return seen, lambda: image_pixels(live.data, image, views, view), block
 
 
 def heat_map(seen: Seen) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
     brackets; of a student with the teacher's map on its right."""
-    by, of_teacher = seen["by"].rsplit("/", 1)[-1], seen["teacher"]
-    weights, top = np.array(seen["map"]), most_of(seen)
-    known = [] if seen["label"] is None else [f"label {seen['label']}"]
+    model = seen["by"].rsplit("/", 1)[-1]
+    weights = np.array(seen["map"])
+    top = most_of(seen)
+    classes = []
+    if seen["label"] is not None:
+        classes.append(f"label {seen['label']}")
     if seen["predicted"] is not None:
-        known.append(f"{by} says {seen['predicted']} with {seen['probability']:.2f}")
-    of_classes = f" ({', '.join(known)})" if known else ""
-    title = f"image {seen['image']}{of_classes}"
+        classes.append(f"{model} says {seen['predicted']} with {seen['probability']:.2f}")
+    title = f"image {seen['image']}"
+    if classes:
+        title += f" ({', '.join(classes)})"
     title += f", layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
     rows = shaded(weights, seen, top)
     largest = "the largest weight"
     lines: list[Text | Table] = [Text(title), *rows]
-    if of_teacher is not None:
-        beside = Table(by, "teacher", box=None, pad_edge=False, padding=(0, 2))
-        for pair in zip(rows, shaded(np.array(of_teacher), seen, top), strict=True):
+    if seen["teacher"] is not None:
+        teacher_rows = shaded(np.array(seen["teacher"]), seen, top)
+        beside = Table(model, "teacher", box=None, pad_edge=False, padding=(0, 2))
+        for pair in zip(rows, teacher_rows, strict=True):
             beside.add_row(*pair)
-        lines = [Text(title), beside, Text(f"  KL of {by} from the teacher: {seen['kl']:.4f}")]
-        largest += f" of both maps; {by} has {weights.max():.4f}"
+        kl = Text(f"  KL of {model} from the teacher: {seen['kl']:.4f}")
+        lines = [Text(title), beside, kl]
+        largest += f" of both maps; {model} has {weights.max():.4f}"
     elif "no_teacher" in seen:
         lines.append(Text(f"  no teacher beside it: {seen['no_teacher']}"))
     if "extra" in seen:
@@ -213,23 +239,28 @@ def heat_map(seen: Seen) -> Group:
 def most_of(seen: Seen) -> float:
     """The largest weight of the map of :func:`attention` and of the teacher's beside it, which are
     drawn on one scale."""
-    return float(
-        max(np.max(drawn) for drawn in (seen["map"], seen["teacher"]) if drawn is not None)
-    )
+    maps = [seen["map"]]
+    if seen["teacher"] is not None:
+        maps.append(seen["teacher"])
+    return float(max(map(np.max, maps)))
 
 
 def shaded(weights: np.ndarray, seen: Seen, top: float) -> list[Text]:
     """A line for each row of a map [h, w]; the last of :data:`SHADES` is for ``top``."""
-    query = divmod(seen["query"], seen["grid"][1]) if isinstance(seen["query"], int) else None
+    query = None
+    if isinstance(seen["query"], int):  # not the mean, nor a class token
+        query = divmod(seen["query"], seen["grid"][1])
     lines = []
     for y, row in enumerate(weights):
         line = Text("  ")
         for x, weight in enumerate(row):
             level = weight / top if top else 0.0
-            shade = SHADES[min(int(level * len(SHADES)), len(SHADES) - 1)] * 2
+            shade = SHADES[min(int(level * len(SHADES)), len(SHADES) - 1)]
             colour = f"rgb({int(68 + 187 * level)},{int(1 + 230 * level)},84)"
-            letters, ink = ("[]", "white") if (y, x) == query else (shade, colour)
-            line.append(letters, f"{ink} on {colour}")
+            if (y, x) == query:
+                line.append("[]", f"white on {colour}")
+            else:  # the shade is seen only where a terminal has no colours
+                line.append(shade * 2, f"{colour} on {colour}")
         lines.append(line)
     return lines
 
@@ -245,10 +276,12 @@ def draw(pixels: np.ndarray, seen: Seen, path: Path) -> None:
     panels = [("", None), (seen["by"], seen["map"])]
     if seen["teacher"] is not None:
         panels.append(("teacher", seen["teacher"]))
+    colours: dict[str, Any] = {}
+    if pixels.shape[2] == 1:
+        colours = {"cmap": "gray", "vmin": 0, "vmax": 255}
     figure = Figure(figsize=(3.5 * len(panels), 3.6), dpi=150, layout="constrained")
     for axes, (name, weights) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        grey = {"cmap": "gray", "vmin": 0, "vmax": 255} if pixels.shape[2] == 1 else {}
-        axes.imshow(pixels.squeeze(), extent=(0, width, height, 0), **grey)
+        axes.imshow(pixels.squeeze(), extent=(0, width, height, 0), **colours)
         if weights is not None:
             drawn = axes.imshow(
                 np.array(weights),
@@ -263,15 +296,19 @@ def draw(pixels: np.ndarray, seen: Seen, path: Path) -> None:
             axes.set_title(name, fontsize=9)
         if isinstance(seen["query"], int):
             y, x = divmod(seen["query"], w)
-            corner, size = (x * width / w, y * height / h), (width / w, height / h)
-            axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor="red", linewidth=2))
+            corner = (x * width / w, y * height / h)
+            token = Rectangle(
+                corner, width / w, height / h, fill=False, edgecolor="red", linewidth=2
+            )
+            axes.add_patch(token)
         axes.set_axis_off()
-    query = f"query {seen['query']}" + " (red)" * isinstance(seen["query"], int)
-    label = "" if seen["label"] is None else f", label {seen['label']}"
-    figure.suptitle(
-        f"image {seen['image']}{label}: layer {seen['layer']}, head {seen['head']}, {query}",
-        fontsize=10,
-    )
+    title = f"image {seen['image']}"
+    if seen["label"] is not None:
+        title += f", label {seen['label']}"
+    title += f": layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
+    if isinstance(seen["query"], int):
+        title += " (red)"
+    figure.suptitle(title, fontsize=10)
     with whole_file(path) as partial:
         figure.savefig(partial)
 

@@ -57,9 +57,13 @@ def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[EpochMetr
     with opened_teacher(run, job.settings, job.data, resume, state):
         train(job, state, run.phase_a)
         folder = run.phase_a / "teacher"
-        distributed.on_main(partial(save_student, state.kept, folder, **job.data.data_config))
-        teacher = distributed.main_first(lambda: build(job.settings, job.data, folder))
-        write_digest(run, teacher)
+
+        def saved() -> VitJob:
+            if distributed.is_main():
+                save_student(state.kept, folder, **job.data.data_config)
+            return build(job.settings, job.data, folder)
+
+        write_digest(run, distributed.main_first(saved))
     return state.metrics
 
 

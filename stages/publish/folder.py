@@ -13,7 +13,6 @@ from gaupipe.distillation.export import stored_export
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import LOCAL, Section
-from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
 from gaupipe.vit.saving import STUDENT_FILES
@@ -60,8 +59,7 @@ def run(
         for file in STUDENT_FILES:
             shutil.copy(student.folder / "student" / file, folder)
         (folder / "settings.yaml").write_text(config.dump(settings))
-        digests.write(folder)
-        (folder / CARD).write_text(card, "utf-8")  # which is for editing, so without a digest
+        (folder / CARD).write_text(card, "utf-8")
     return out
 
 

@@ -18,14 +18,18 @@ from gaupipe.settings import FILE_IMAGE_SIZE
 from gaupipe.settings.load import set_value
 from gaupipe.settings.sections import LOCAL
 
-# (fewest pixels of the shorter side, image_size, patch_size); null is the images' own size
+# (fewest pixels of the shorter side, image_size, patch_size); None is the size of the images
 SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
 GPU_SIZES = ((128, 128, 8), *SIZES)
 # (embed_dim, depth, training images that teacher and student see in all their epochs)
-MODEL, GPU_MODEL = (64, 4, 132_000), (192, 9, 600_000)
+MODEL = (64, 4, 132_000)
+GPU_MODEL = (192, 9, 600_000)
 BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images than, batch_size)
-FEWEST_EPOCHS, MOST_EPOCHS, FINE_TUNING_EPOCHS = 12, 90, 10
-QUERY_BYTES, MOST_BYTES = 16, 2e9  # of a query in a store of eight keys, and of all views there
+FEWEST_EPOCHS = 12
+MOST_EPOCHS = 90
+FINE_TUNING_EPOCHS = 10
+QUERY_BYTES = 16  # of a query in a store of eight keys
+MOST_BYTES = 2e9  # of all stored views
 
 LOCAL_STDS = {1: [1.5], 2: [0.8, 2.0]}
 """Stds of the teacher local for models with few heads."""
@@ -46,18 +50,20 @@ class Choices:
 
     def choose(self, key: str, value: Any, reason: str = "") -> Any:
         """Sets ``a.b`` unless the user gave it, and returns its value."""
-        given = self.given(key, self)
-        if given is self:
+        is_open = self.given(key, self) is self  # None is a value that a user may give
+        if is_open:
             set_value(self.tree, key, value, key)
         if reason:
-            self.reasons[key] = reason if given is self else "as you set it"
+            self.reasons[key] = reason if is_open else "as you set it"
         return self.given(key)
 
     def given(self, key: str, otherwise: Any = None) -> Any:
         """The value of ``a.b``; ``otherwise`` where it is not set."""
         value: Any = self.tree
         for name in key.split("."):
-            value = value.get(name, otherwise) if isinstance(value, dict) else otherwise
+            if not isinstance(value, dict) or name not in value:
+                return otherwise
+            value = value[name]
         return value
 
     def lines(self, plain: bool = False) -> list[str]:
@@ -82,17 +88,20 @@ def choose(facts: FolderFacts, root: str, gpu: bool, given: dict[str, Any]) -> C
     size, tokens = _choose_sizes(choices, facts, GPU_SIZES if gpu else SIZES)
     dim, depth, seen = GPU_MODEL if gpu else MODEL
     maps = _choose_model(choices, dim, depth)
-    _choose_training(choices, images, min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS))
-    _choose_augmentation(choices, facts.counts, size, images * tokens * maps * QUERY_BYTES)
+    epochs = min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS)
+    _choose_training(choices, images, epochs)
+    view_bytes = images * tokens * maps * QUERY_BYTES
+    _choose_augmentation(choices, facts.counts, size, view_bytes)
     return choices
 
 
 def _choose_images(choices: Choices, facts: FolderFacts) -> int:
-    """The share of validation images. Returns the number of training images."""
+    """Chooses the share of validation images. Returns the number of training images."""
     images = facts.images
     if facts.val is None:
-        of_each_class = math.ceil(100 * len(facts.counts) / images) / 100
-        share = min(max(0.2 if images < 1000 else 0.1, of_each_class), 0.5)
+        share = 0.2 if images < 1000 else 0.1
+        one_of_each_class = math.ceil(100 * len(facts.counts) / images) / 100
+        share = min(max(share, one_of_each_class), 0.5)
         reason = f"this share of the {images:,} training images is for validation"
         share = choices.choose("data.val_fraction", share, reason)
         images = max(1, images - math.ceil(images * share))
@@ -100,25 +109,30 @@ def _choose_images(choices: Choices, facts: FolderFacts) -> int:
 
 
 def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int, int]:
-    """Pixels of an image, and its tokens."""
+    """Chooses the sizes of images and patches. Returns pixels of a side, and tokens."""
     size = next(row[1] for row in table if facts.shorter >= row[0])
-    size = size or max(8, facts.shorter // 4 * 4)
+    if size is None:
+        size = max(8, facts.shorter // 4 * 4)
     reason = f"of images of {facts.width} x {facts.height} pixels; larger ones take longer"
     size = choices.choose("data.image_size", size, reason) or FILE_IMAGE_SIZE
-    patch = 16 if size > 128 else next(row[2] for row in table if size >= row[0])
-    fitting = [number for number in range(1, 2 * patch + 1) if size % number == 0]
-    if choices.given("model.stem") == "conv":  # whose convolutions halve the image
-        fitting = [number for number in fitting if number.bit_count() == 1 < number] or [patch]
-    patch = min(fitting, key=lambda number: abs(number - patch))
+    best = 16
+    if size <= 128:
+        best = next(row[2] for row in table if size >= row[0])
+    fitting = [patch for patch in range(1, 2 * best + 1) if size % patch == 0]
+    if choices.given("model.stem") == "conv":  # its convolutions halve the image several times
+        powers = [patch for patch in fitting if patch > 1 and patch.bit_count() == 1]
+        fitting = powers or [best]
+    patch = min(fitting, key=lambda patch: abs(patch - best))
     reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
     patch = choices.choose("model.args.patch_size", patch, reason)
-    return size, (
-        size // min(size, patch if isinstance(patch, int) else max(patch, default=1))
-    ) ** 2
+    if not isinstance(patch, int):  # a user may give (height, width)
+        patch = max(patch, default=1)
+    patch = min(size, patch)
+    return size, (size // patch) ** 2
 
 
 def _choose_model(choices: Choices, dim: int, depth: int) -> int:
-    """The ViT. Returns the number of its attention maps, those of DeiT-B if the user named it."""
+    """Chooses the ViT. Returns how many attention maps it has; as many as DeiT-B if it is given."""
     if choices.given("model.name") is not None:
         return 144
     choices.choose("model.name", "gauvit_pico_patch2_8")
@@ -131,7 +145,7 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
 
 
 def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -> None:
-    """A training from published weights, whose images get the size that the weights expect."""
+    """Chooses a training from published weights, with images of the size that they expect."""
     choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
     choices.choose("train.epochs", FINE_TUNING_EPOCHS, "of the training")
     _choose_batch(choices, images)
@@ -150,30 +164,42 @@ def _choose_batch(choices: Choices, images: int) -> None:
 
 
 def _choose_flip(choices: Choices, classes: Iterable[str]) -> None:
-    words = not all(CHARACTERS.fullmatch(name) for name in classes)
-    choices.choose("augment.flip", words, "mirrors half of the images; false for digits, letters")
+    characters = all(CHARACTERS.fullmatch(name) for name in classes)
+    reason = "mirrors half of the images; false for digits, letters"
+    choices.choose("augment.flip", not characters, reason)
 
 
 def _choose_training(choices: Choices, images: int, epochs: int) -> None:
-    """A teacher, a student with twice its epochs, and a baseline with the epochs of both."""
+    """Chooses a teacher, a student with twice its epochs, and a baseline with those of both."""
     reason = "trained on these images; published weights may know more: --teacher NAME --download"
     teacher = choices.choose("phase_a.teacher", "vit", reason)
     choices.choose("phase_a.stop_accuracy", 1.0)
-    attention = "standard" if choices.given("model.attention_options") else "belief"
+    attention = "belief"
+    if choices.given("model.attention_options"):  # they are those of the default attention
+        attention = "standard"
     choices.choose("model.attention", attention, "its attention; timm loads standard by itself")
     if choices.given("train.epochs") is None:  # else it is the student's, too
-        share = 1 if teacher == "local" else 2 / 3  # the others take their time, too
-        choices.choose("phase_b.epochs", round(epochs * share), "of the student")
-    student = choices.given("phase_b.epochs") or choices.given("train.epochs")
-    half = choices.choose("phase_a.max_epochs", max(1, student // 2), "of the teacher")
-    together = student + half * (teacher in ("vit", "gaussian"))
-    plain = "train.epochs" if choices.given("baseline.epochs") is None else "baseline.epochs"
-    choices.choose(plain, together, "of a training without a teacher")
+        student_epochs = epochs
+        if teacher != "local":  # a teacher that is trained takes a third of the time
+            student_epochs = round(epochs * 2 / 3)
+        choices.choose("phase_b.epochs", student_epochs, "of the student")
+    student_epochs = choices.given("phase_b.epochs") or choices.given("train.epochs")
+    teacher_epochs = max(1, student_epochs // 2)
+    teacher_epochs = choices.choose("phase_a.max_epochs", teacher_epochs, "of the teacher")
+    epochs = student_epochs
+    if teacher in ("vit", "gaussian"):
+        epochs += teacher_epochs
+    key = "train.epochs"
+    if choices.given("baseline.epochs") is not None:
+        key = "baseline.epochs"
+    choices.choose(key, epochs, "of a training without a teacher")
     choices.choose("phase_b.alpha", 0.0)
     choices.choose("phase_b.beta", 1.0)
     gamma = choices.choose("phase_b.gamma", 0.3, "the weight of the teacher's attention maps")
-    if choices.choose("phase_b.gamma_schedule", "stop_after") == "stop_after" and gamma:
-        choices.choose("phase_b.gamma_epochs", max(1, student // 3), "epochs with these maps")
+    schedule = choices.choose("phase_b.gamma_schedule", "stop_after")
+    if schedule == "stop_after" and gamma:
+        gamma_epochs = max(1, student_epochs // 3)
+        choices.choose("phase_b.gamma_epochs", gamma_epochs, "epochs with these maps")
     if teacher == "gaussian":
         choices.choose("phase_a.per_image", "none")
     elif teacher == "local":
@@ -190,7 +216,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
 def _choose_augmentation(
     choices: Choices, classes: Iterable[str], size: int, view_bytes: int
 ) -> None:
-    """Flips and shifts, and the maps of the views where shifts would move those of the images."""
+    """Chooses flips and shifts, and maps of views where shifts would move those of the images."""
     _choose_flip(choices, classes)
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
@@ -198,10 +224,11 @@ def _choose_augmentation(
     learns = choices.given("phase_b.gamma") and not choices.given("phase_b.alpha")
     moves = choices.given("augment.crop_padding") and choices.given("phase_a.teacher") == "vit"
     epochs = choices.given("phase_b.gamma_epochs")
-    fit = int(MOST_BYTES / view_bytes)
-    if learns and moves and fit > 1 and epochs:
+    most = int(MOST_BYTES / view_bytes)
+    if learns and moves and most > 1 and epochs:
+        views = min(max(2, epochs), most)
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
-        choices.choose("export.views", min(max(2, epochs), fit), reason)
+        choices.choose("export.views", views, reason)
 
 
 def has_gpu(given: Mapping[str, Any]) -> bool:

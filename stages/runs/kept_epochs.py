@@ -11,12 +11,11 @@ from typing import TypedDict
 
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.training.job import Training
 from gaupipe.training.state import TrainingState
-from gaupipe.vit.saving import save_student
+from gaupipe.vit.saving import save_student, saved_sha256
 
 FILE = "student.json"
 """Says which epoch the folder ``student`` beside it is of."""
@@ -48,7 +47,7 @@ def save(job: Training, state: TrainingState[VisionTransformer], folder: Path) -
     }
     _write(folder, kept)
     save_student(student, folder / "student", **data.data_config)
-    _write(folder, {**kept, "sha256": _weights(folder)})
+    _write(folder, {**kept, "sha256": _noted(folder)})
 
 
 def finished(folder: Path) -> bool:
@@ -83,7 +82,7 @@ def entry(folder: Path, epochs: int | None = None) -> KeptEpoch:
         sha256 = entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is missing or damaged: {REMEDY}") from None
-    if _weights(folder) not in (None, sha256):
+    if _noted(folder) not in (None, sha256):
         raise UserError(
             f"{folder / 'student'}: student.json beside it is of other weights, as after an "
             f"interruption: {REMEDY}"
@@ -101,6 +100,8 @@ def _write(folder: Path, entry: KeptEpoch) -> None:
     write_whole(folder / FILE, json.dumps(entry) + "\n")
 
 
-def _weights(folder: Path) -> str | None:
-    """The digest of the weights in ``folder``/student; None where it is not listed."""
-    return next(iter((digests.read(folder / "student") or {}).get("model.safetensors", [])), None)
+def _noted(folder: Path) -> str | None:
+    """The digest that ``folder``/student notes of itself; None where it notes none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return saved_sha256(folder / "student")
+    return None

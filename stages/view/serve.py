@@ -52,10 +52,9 @@ def run(
     ``model`` the page shows its attention on image ``files``
     (:func:`gaupipe.distillation.files.open_model`).
     """
-    images = images or []
+    if images is None:
+        images = [] if html is None else [0]
     if html is not None:
-        if not images:
-            raise UserError(f"--html {html}: name its images with --image ID")
         check_file("--html", html, ".html", ".htm")
     if model is not None:
         job, note = open_model(model, files, download, image_size, True, random_weights)

@@ -1,0 +1,48 @@
+"""The program ``gaupipe`` without its commands: each file of a panel adds those of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from gaupipe import __version__
+from gaupipe.system import distributed
+from stages.cli.options import option, untyped
+
+IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
+"""Commands that several processes, started by torchrun, share."""
+
+
+app = typer.Typer(
+    cls=untyped(TyperGroup),
+    name="gaupipe",
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Vision transformers: train them with other attention layers, alone or in two phases, and "
+    "look at their attention maps.\n\nExample: `gaupipe run`, then `gaupipe view`",
+)
+
+
+def command(panel: str, name: str | None = None) -> Callable[[Any], Any]:
+    """A command of the group ``panel`` of the program's help."""
+    return app.command(name, cls=untyped(TyperCommand), rich_help_panel=panel)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, option("--version", "Print the version and stop.")] = False,
+) -> None:
+    if version:
+        print(f"gaupipe {__version__}")
+    elif context.invoked_subcommand is None:
+        context.get_help()
+    elif distributed.world_size() > 1 and context.invoked_subcommand not in IN_A_WORLD:
+        raise distributed.ErrorOnAllRanks(
+            f"{context.invoked_subcommand} is a job for one process: start it without "
+            f"torchrun, which is for {', '.join(IN_A_WORLD)}"
+        )

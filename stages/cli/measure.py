@@ -1,0 +1,210 @@
+"""Commands that measure: students, comparisons, stores, and what a run would need."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gaupipe.system.errors import UserError
+from stages.begin import check_paths
+from stages.cli.app import command
+from stages.cli.hints import begins, say_next, starts
+from stages.cli.options import (
+    AsJson,
+    ConfigArgument,
+    DataFolder,
+    NewRunDir,
+    Overrides,
+    Plain,
+    Predictions,
+    RunDir,
+    Store,
+    StudentName,
+    option,
+    parse_path,
+)
+from stages.cli.output import print_rich, report, show
+from stages.cli.request import find_run, parse_list, read_settings, stored_maps
+
+
+@command("Measure")
+def evaluate(
+    run_dir: RunDir = None,
+    student: StudentName = None,
+    test: Annotated[bool, option("--test", "The test images, not the validation images.")] = False,
+    data: Annotated[
+        Path | None,
+        option(
+            "--data FOLDER", "Images in a folder for each class.", "validation", parser=parse_path
+        ),
+    ] = None,
+    plain: Plain = False,
+    out: Predictions = None,
+    confusion: Annotated[
+        Path | None, option("--confusion FILE.png", "Draw the confusion matrix.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Accuracy of a trained student, for each class too, and its most confident mistakes.
+
+    Example: `gaupipe evaluate --test --out predictions.csv --confusion confusion.png`
+    """
+    if test and data is not None:
+        raise UserError(f"--test and --data {data}: choose one")
+    run_dir = find_run(run_dir)
+    check_paths(data=data, files=[("--out", out), ("--confusion", confusion, ".png")])
+    with begins(f"evaluate: {student or 'the student trained last'} of {run_dir}"):
+        from stages import evaluate as stage
+        from stages.evaluate.by_class import summary, tables
+
+    split, distilled = "test" if test else "val", False if plain else None
+    options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion}
+    scores = stage.run(run_dir, student, split=split, distilled=distilled, **options)
+    report(scores if as_json else summary(scores), as_json)
+    if not as_json:
+        print_rich(*tables(scores))
+        look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
+        if scores["mistakes"] and data is None and not plain:
+            # the page opens with the most confident one
+            look += ["--split", scores["split"], "--image", scores["mistakes"][0]["image"]]
+        say_next(look)
+
+
+@command("Measure")
+def compare(
+    config: ConfigArgument = None,
+    data: DataFolder = None,
+    run_dir: Annotated[
+        Path | None,
+        option(
+            "--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG or FOLDER"
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    students: Annotated[
+        str | None, option("--students A,B", "Attentions of the students.", "model.attention")
+    ] = None,
+    seeds: Annotated[str, option("--seeds A,B", "Seeds of every row of the tables.")] = "0,1,2",
+    sweep: Annotated[
+        str | None,
+        option("--sweep SWEEP", "Further rows: a YAML list of settings, or a shipped sweep."),
+    ] = None,
+    rows: Annotated[
+        list[str] | None,
+        option("--row NAME", "Run only this row and the plain ViT; repeatable.", "all"),
+    ] = None,
+    targets: Annotated[
+        str | None,
+        option(
+            "--targets 0.8,0.84",
+            "Count the epochs to these validation accuracies.",
+            "95, 98 and 100 % of the plain ViT's",
+        ),
+    ] = None,
+    jobs: Annotated[int, option("--jobs N", "Trainings at the same time.", min=1)] = 1,
+    test: Annotated[bool, option("--test", "Also score finished runs on the test split.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train baselines, distilled students and controls with several seeds.
+
+    Says accuracy over cost, which differences the seeds decide, and the epochs to an accuracy.
+    Runs that have finished are not made again. Tables go to the terminal and JSON, curves to PNG
+    and SVG.
+
+    Example: `gaupipe compare --students standard,belief2 --seeds 0,1,2`
+    """
+    name = Path(config or "digits").stem if data is None else data.absolute().name
+    folder = run_dir or Path("runs") / f"compare-{name}"
+    settings, _ = read_settings(config, overrides, folder, data)
+    from pydantic import Field
+
+    from gaupipe.settings import StudentKey
+
+    students = settings.model.attention if students is None else students
+    attentions = parse_list("--students", students, StudentKey)
+    seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
+    numbers = parse_list("--seeds", seeds, seed)
+    goals = [] if targets is None else parse_list("--targets", targets, share)
+    with starts("comparison", settings, folder, ", ".join(attentions)):
+        from stages import compare as stage
+
+    options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
+    options |= {"students": attentions, "seeds": numbers, "targets": goals}
+    show(stage.run(settings, folder, **options), as_json, stage.tables)
+    if not as_json:
+        print(folder)
+
+
+@command("Measure")
+def verify(
+    maps: Store = None,
+    teacher: Annotated[
+        bool, option("--teacher", "Also run the teacher again on some images and compare.")
+    ] = False,
+    run_dir: Annotated[
+        Path | None, option("--run-dir FOLDER", "The teacher's run.", "that of the store")
+    ] = None,
+    sample: Annotated[int, option("--sample N", "Images for the teacher.", min=1)] = 256,
+) -> None:
+    """Check that every chunk of a store is present and intact.
+
+    The exit code is 0 only then.
+
+    Example: `gaupipe verify runs/digits/maps.zarr --teacher`
+    """
+    if maps is None:
+        run_dir = find_run(run_dir)
+        maps = stored_maps(run_dir)
+    check_paths(maps=maps, run_dir=run_dir if teacher else None)
+    with begins(f"verify: {maps}"):
+        from stages import verify as stage
+
+    problems: Sequence[object] = stage.run(maps)
+    if teacher and not problems:
+        problems = stage.against_teacher(maps, run_dir, sample)
+    for problem in problems:
+        print(problem)
+    if problems:
+        print(
+            f"gaupipe: {maps}: {len(problems)} problem{'s' if len(problems) > 1 else ''}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
+    print(f"{maps}: complete and intact" + (", as the teacher says" if teacher else ""))
+
+
+@command("Measure")
+def plan(
+    config: ConfigArgument = None,
+    data: DataFolder = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    images: Annotated[
+        int | None, option("--images N", "Training images of a set that is not here.", min=1)
+    ] = None,
+    classes: Annotated[int | None, option("--classes C", "Classes of that set.", min=2)] = None,
+    world_size: Annotated[
+        int, option("--world-size W", "Plan for W processes (torchrun).", min=1, max=100_000)
+    ] = 1,
+    plain: Annotated[bool, option("--train", "Plan 'gaupipe train' alone.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Parameters, steps, memory and disk of a run, before it starts.
+
+    Example: `gaupipe plan --data photos`
+    """
+    settings, folder = read_settings(config, overrides, run_dir, data)
+    if plain and world_size > 1:
+        raise UserError("--train plans for one process: leave --world-size out")
+    with starts("plan", settings, folder):
+        from stages import plan as stage
+
+    described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
+    planned = stage.run(settings, folder, plain=plain, **described)
+    show(planned, as_json, stage.tables)
+    if planned["problem"] and not as_json:
+        print(f"does not fit: {planned['problem']}")

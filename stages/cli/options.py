@@ -1,0 +1,157 @@
+"""Arguments and options that several commands share, and how each is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from gaupipe.attention import STUDENTS
+
+if TYPE_CHECKING:
+    Student = str  # a checker does not run what lists the attentions
+else:
+    Student = Literal[STUDENTS]
+
+
+def untyped(kind: Any) -> Any:
+    """A kind of typer's commands whose help shows no type for a flag or an argument."""
+
+    class Untyped(kind):
+        def get_params(self, context: Any) -> list[Any]:
+            params = super().get_params(context)
+            for param in params:
+                if getattr(param, "is_flag", param.param_type_name == "argument"):
+                    param.display_type_rich = lambda ctx: None
+            return params
+
+    return Untyped
+
+
+def option(usage: str, help: str, default: str | bool = True, **more: Any) -> Any:
+    """An option, written as in the help: ``--set A.B=C``; a name without a value is a flag.
+    ``default`` is what the help says holds without the option, if not the default itself."""
+    name, _, metavar = usage.partition(" ")
+    return typer.Option(name, metavar=metavar, help=help, show_default=default, **more)
+
+
+def argument(metavar: str, help: str, default: str | bool = True, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=default, **more)
+
+
+def parse_path(text: str) -> Path:
+    """A path of the command line, which an unset variable of a script may have left empty."""
+    if not text:
+        raise typer.BadParameter("is empty; the current folder is '.'")
+    return Path(text)
+
+
+def complete_config() -> list[str]:
+    """For the shell's completion: the shipped configurations. The shell adds files by itself."""
+    from gaupipe.settings.load import shipped
+
+    return shipped()
+
+
+ConfigArgument = Annotated[
+    str | None,
+    argument(
+        "CONFIG",
+        "A YAML file, or the name of a shipped configuration.",
+        "digits",
+        autocompletion=complete_config,
+    ),
+]
+DataFolder = Annotated[
+    Path | None,
+    option(
+        "--data FOLDER",
+        "A folder of your images in place of CONFIG; the settings are chosen from the images.",
+        parser=parse_path,
+    ),
+]
+RunDir = Annotated[
+    Path | None,
+    option("--run-dir FOLDER", "The run's folder.", "the run used last", parser=parse_path),
+]
+NewRunDir = Annotated[
+    Path | None,
+    option(
+        "--run-dir FOLDER",
+        "The run's folder.",
+        "runs/ and the name of CONFIG or FOLDER",
+        parser=parse_path,
+    ),
+]
+STUDENT = {
+    "help": "The student: its attention, or the --name it was trained under.",
+    "default": "the one trained last",
+}
+StudentName = Annotated[str | None, option("--student NAME", **STUDENT)]
+StudentArgument = Annotated[str | None, argument("STUDENT", **STUDENT)]
+Attention = Annotated[
+    Student | None,
+    option(
+        "--student ATTENTION",
+        f"One of {', '.join(STUDENTS)}.",
+        "model.attention",
+        case_sensitive=False,
+    ),
+]
+Plain = Annotated[bool, option("--plain", "The ViT trained without a teacher.")]
+Overrides = Annotated[list[str] | None, option("--set A.B=C", "Change one setting; repeatable.")]
+Epochs = Annotated[int | None, option("--epochs N", "Epochs.", "train.epochs", min=1)]
+LearningRate = Annotated[
+    float | None, option("--lr RATE", "Learning rate after the warm-up.", "train.optim.lr")
+]
+TeacherEpochs = Annotated[
+    int | None, option("--epochs N", "Most epochs.", "phase_a.max_epochs", min=1)
+]
+TeacherLearningRate = Annotated[
+    float | None, option("--lr RATE", "Learning rate after the warm-up.", "phase_a.optim.lr")
+]
+BatchSize = Annotated[
+    int | None, option("--batch-size N", "Images in a step.", "data.batch_size", min=1)
+]
+Seed = Annotated[int | None, option("--seed N", "Seed of all random numbers.", "seed", min=0)]
+Resume = Annotated[bool, option("--resume", "Continue from the last checkpoint.")]
+Force = Annotated[bool, option("--force", "Start even if memory or disk look too small.")]
+Teacher = Annotated[
+    str | None,
+    option(
+        "--teacher NAME",
+        "gaussian, vit, local, local-dir:FOLDER, or a timm name with published weights.",
+        "phase_a.teacher",
+    ),
+]
+Download = Annotated[
+    bool, option("--download", "Fetch published weights that are not on this machine.")
+]
+AnyModel = Annotated[
+    str | None,
+    option(
+        "--model NAME",
+        "In place of a run: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's folder.",
+    ),
+]
+ImagePaths = Annotated[
+    list[Path] | None,
+    option(
+        "--images PATH",
+        "Images for --model: files, or folders of images; repeatable.",
+        parser=parse_path,
+    ),
+]
+ImageSize = Annotated[
+    int | None,
+    option("--image-size N", "Pixels for --model.", "the model's; view: fewer", min=1),
+]
+Store = Annotated[
+    str | None,
+    argument("STORE", "Path or URL of an attention-map store.", "that of the run"),
+]
+Predictions = Annotated[
+    Path | None, option("--out FILE", "Write all predictions: CSV, or JSON by its name.")
+]
+AsJson = Annotated[bool, option("--json", "Print JSON.")]

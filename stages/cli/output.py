@@ -1,0 +1,49 @@
+"""Results on standard output: tables on a terminal, or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+
+def on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def print_rich(*renderables: Any) -> None:
+    from rich.console import Console
+
+    for renderable in renderables:
+        Console().print(renderable)
+
+
+def show(values: Mapping[str, Any], as_json: bool, tables: Callable[[Any], Iterable]) -> None:
+    """Prints named values as JSON or as ``tables``."""
+    if as_json:
+        print(json.dumps(values))
+    else:
+        print_rich(*tables(values))
+
+
+def report(values: Mapping[str, Any], as_json: bool) -> None:
+    """Prints named values as JSON, or as a line each, with at most four decimals."""
+    if as_json:
+        print(json.dumps(values))
+        return
+    text = json.dumps(dict(single_values(values)))
+    rounded = json.loads(text, parse_float=lambda number: round(float(number), 4))
+    width = max(map(len, rounded))
+    for name, value in rounded.items():
+        print(f"{name:<{width}} {value}")
+
+
+def single_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each value; those of a dictionary are named as settings are, such as
+    ``data.name``."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", item) for inner, item in single_values(value))
+        else:
+            yield name, value

@@ -1,0 +1,113 @@
+"""How the program runs and ends: a mistake of the user's is one line, and what was interrupted says
+how it goes on."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import sys
+from typing import Any, NoReturn
+
+import typer
+
+from gaupipe.system import distributed
+from gaupipe.system.errors import Stopped, mistake_of
+from gaupipe.system.terminal import fitted
+from stages.cli import look, measure, share, train  # noqa: F401  (their commands join the app)
+from stages.cli.app import app
+from stages.cli.hints import say
+
+PANELS = ("Train", "Measure", "Look", "Share")
+app.registered_commands.sort(key=lambda each: PANELS.index(str(each.rich_help_panel)))
+
+# typer brings its own copy of click or uses the installed one
+UsageError: Any = typer.BadParameter.__base__
+
+WITH_RESUME = ("phase-a", "phase-b", "train")
+"""Commands that continue only with --resume; the others do so by themselves."""
+
+CONTINUE = (*WITH_RESUME, "run", "export-maps", "compare")
+
+
+def main() -> None:
+    """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 130 and 143
+    ended by Ctrl-C and SIGTERM, 1 anything else."""
+    # a thread of torch that waits lets other processes work: between them it would wait for long
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # a terminal that cannot show a character shows a question mark
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    here = distributed.launch()
+    if here.rank:  # results are rank 0's
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
+    try:
+        with distributed.process_group():
+            code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
+        if code == 130 and here.rank == 0:
+            if sys.argv[1] in CONTINUE:
+                say("interrupted; to go on:", again())
+            else:
+                say("interrupted")
+        end(code)
+    except UsageError as error:
+        fail(
+            f"{error.format_message().replace('Value error, ', '')} "
+            f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)",
+            all_ranks=True,
+        )
+    except Stopped as stopped:
+        say(how_far(stopped, here.world_size > 1), again())
+        end(128 + stopped.number)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except distributed.ErrorOnAllRanks as error:
+        fail(str(error), all_ranks=True)
+    except Exception as error:
+        if distributed.is_lost(error):
+            reason = str(error).splitlines()[0]
+            print(f"gaupipe: rank {here.rank}: another rank has ended: {reason}", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)  # threads of torch may still wait for that rank
+        if (mistake := mistake_of(error)) is None:
+            raise
+        fail(f"rank {here.rank}: {mistake}" if here.world_size > 1 else mistake)
+
+
+def how_far(stopped: Stopped, in_a_world: bool) -> str:
+    """How far a training that was stopped is; the command that continues it follows."""
+    launched = " (with torchrun, as before)" if in_a_world else ""
+    return (
+        f"stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "
+        f"to go on{launched}:"
+    )
+
+
+def again() -> str:
+    """The command that continues this one."""
+    arguments = sys.argv[1:]
+    if arguments[0] in WITH_RESUME and "--resume" not in arguments:
+        arguments = [*arguments, "--resume"]
+    return shlex.join(["gaupipe", *arguments])
+
+
+def fail(mistake: str, all_ranks: bool = False) -> None:
+    """Ends with exit code 2. What ``all_ranks`` have met is said by the first alone."""
+    if not all_ranks or distributed.launch().rank == 0:
+        print(fitted(f"gaupipe: {' '.join(mistake.split())}", sys.stderr), file=sys.stderr)
+    end(2)
+
+
+def end(code: int | None) -> NoReturn:
+    """Ends this process; None is success.
+
+    In a world it ends at once: while Python takes its objects apart, torch may wait for ever for a
+    thread of a group of processes, or abort because of one.
+    """
+    if distributed.launch().world_size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    sys.exit(code)

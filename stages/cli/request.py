@@ -1,0 +1,152 @@
+"""What a stage is asked for, of the options of a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from stages.begin import check_paths
+from stages.cli.hints import begins, say
+
+
+def find_run(run_dir: Path | None) -> Path:
+    """The folder of the run that a command continues: the one named, else the one used last,
+    which is then said."""
+    if run_dir is None:
+        from stages.runs.directory import last_used
+
+        run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
+        say(f"{run_dir} (the run used last; --run-dir names another)")
+    check_paths(run_dir=run_dir)
+    return run_dir
+
+
+def stored_maps(run_dir: Path) -> str:
+    """The store of a run. Raises UserError for one whose teacher has none."""
+    from stages.runs.directory import RunDirectory
+
+    return str(RunDirectory(run_dir).stored())
+
+
+def is_run(folder: Path) -> bool:
+    """True for the folder of a run; that of a student has a config.yaml too, and the model."""
+    return (folder / "config.yaml").is_file() and not (folder / "student").is_dir()
+
+
+def trained_last(run_dir: Path) -> str:
+    """The folder of the student that a run trained last."""
+    from stages.runs.directory import RunDirectory
+
+    run = RunDirectory(run_dir)
+    distilled = run.is_distilled()
+    names = run.students(distilled)
+    if not names:
+        raise UserError(f"{run_dir} has no student yet: name a model before the images")
+    return str(run.student(names[-1], distilled))
+
+
+def names_model(model: str | None, files: list[Path] | None, image_size: int | None) -> bool:
+    """True with --model and --images, which belong together."""
+    if (model is None) != (not files):
+        raise UserError("--model NAME and --images PATH belong together")
+    if model is None and image_size is not None:
+        raise UserError(f"--image-size {image_size}: belongs to --model NAME")
+    return model is not None
+
+
+def with_model(
+    overrides: list[str] | None, setting: str, name: str | None, download: bool
+) -> list[str]:
+    """An option that names a model and --download as settings."""
+    check_paths(model=name)
+    named = [] if name is None else [f"{setting}={json.dumps(name)}"]
+    return [*(overrides or []), *named, *(["download=true"] if download else [])]
+
+
+def names_of_settings(overrides: list[str]) -> list[str]:
+    """The "a.b" of each ``a.b=value``."""
+    return [override.partition("=")[0] for override in overrides]
+
+
+def with_options(
+    overrides: list[str] | None,
+    section: str,
+    epochs: int | None,
+    lr: float | None,
+    batch_size: int | None,
+    seed: int | None,
+) -> list[str]:
+    """The options by which a training is told most as settings, those of its ``section``. Raises
+    UserError where --set says the same."""
+    options = {
+        "--epochs": ("phase_a.max_epochs" if section == "phase_a" else "train.epochs", epochs),
+        "--lr": (f"{section}.optim.lr", lr),
+        "--batch-size": ("data.batch_size", batch_size),
+        "--seed": ("seed", seed),
+    }
+    together = list(overrides or [])
+    for option, (setting, value) in options.items():
+        if value is None:
+            continue
+        for name in names_of_settings(overrides or []):
+            if f"{setting}.".startswith(f"{name}."):
+                raise UserError(
+                    f"{option} {value}: is {setting}, which --set {name} sets too: give one"
+                )
+        together.append(f"{setting}={value}")
+    return together
+
+
+def read_settings(
+    config: str | None,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    data: Path | None = None,
+    student: Any = None,
+    *,
+    plain: bool = False,
+) -> tuple[Any, Path]:
+    """The settings of a configuration, or those chosen for a folder of images, which are then
+    said, with ``plain`` without those of a teacher; and the folder of the run. ``student`` is the
+    attention that is to be trained, None that of the settings. A run on a folder of images that
+    has begun has its own."""
+    if data is None:
+        from gaupipe.settings.load import load
+
+        config = "digits" if config is None else config
+        named = [] if student is None else [f"model.attention={student}"]
+        settings = distributed.main_first(lambda: load(config, [*(overrides or []), *named]))
+        return settings, run_dir or Path("runs") / Path(config).stem
+    if config is not None:
+        raise UserError(
+            f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
+            f"it and name the folder with --set data.name=folder --set data.root={data}"
+        )
+    check_paths(data=data)
+    with begins(f"looks at the images in {data}"):
+        from stages.runs.chosen_settings import settings_for
+
+    folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
+    choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)
+    settings, lines = distributed.broadcast(distributed.on_main(choose))
+    if distributed.is_main():
+        print("\n".join(lines), file=sys.stderr)
+    return settings, folder
+
+
+def parse_list(option: str, text: str, kind: Any) -> list[Any]:
+    """The values of an option that takes several, separated by commas, each once."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        values = TypeAdapter(list[kind]).validate_python(text.replace(" ", "").split(","))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{option} {text!r}: {first['input']!r}: {first['msg']}") from None
+    return list(dict.fromkeys(values))

@@ -1,0 +1,66 @@
+"""Commands that give a student to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from stages.begin import check_paths
+from stages.cli.app import command
+from stages.cli.hints import begins
+from stages.cli.options import Plain, RunDir, StudentArgument, StudentName, option
+from stages.cli.request import find_run
+
+
+@command("Share", "export-student")
+def export_student(
+    run_dir: RunDir = None,
+    student: StudentName = None,
+    format: Annotated[
+        Literal["onnx", "pt2"],
+        option("--format FORMAT", "onnx, or pt2, the program that torch.export makes."),
+    ] = "onnx",
+    out: Annotated[
+        Path | None,
+        option("--out FILE", "Where the model goes.", "student.FORMAT beside the student"),
+    ] = None,
+    plain: Plain = False,
+) -> None:
+    """Write a student as ONNX or by torch.export.
+
+    The file is run, and its outputs are compared with the student's. ONNX needs
+    `pip install 'gaupipe[onnx]'`.
+
+    Example: `gaupipe export-student --student belief2 --out belief2.onnx`
+    """
+    run_dir = find_run(run_dir)
+    check_paths(files=[("--out", out)])
+    with begins(f"export: {student or 'the student trained last'} of {run_dir}, as {format}"):
+        from stages.publish import export_student as stage
+
+    path, difference = stage.run(
+        run_dir, student, format=format, out=out, distilled=False if plain else None
+    )
+    print(f"{path}: logits agree with the student's to {difference:.1e}")
+
+
+@command("Share")
+def publish(
+    out: Annotated[
+        Path, option("--out FOLDER", "A new folder for model, settings and model card.")
+    ],
+    student: StudentArgument = None,
+    run_dir: RunDir = None,
+    plain: Plain = False,
+) -> None:
+    """Give a student to others: a folder that timm loads, and 'hf upload' uploads.
+
+    The run fills in its model card; the licence is left to you.
+
+    Example: `gaupipe publish belief2 --out my-student`
+    """
+    run_dir = find_run(run_dir)
+    with begins(f"publish: {student or 'the student trained last'} of {run_dir}, into {out}"):
+        from stages.publish import folder as stage
+
+    print(stage.run(run_dir, student, out=out, distilled=False if plain else None))

@@ -1,0 +1,266 @@
+"""Commands that train: all stages, and each by itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from stages.begin import check_paths
+from stages.cli.app import command
+from stages.cli.hints import begins, say_next, starts
+from stages.cli.options import (
+    AnyModel,
+    Attention,
+    BatchSize,
+    ConfigArgument,
+    DataFolder,
+    Download,
+    Epochs,
+    Force,
+    ImagePaths,
+    ImageSize,
+    LearningRate,
+    NewRunDir,
+    Overrides,
+    Resume,
+    RunDir,
+    Seed,
+    Teacher,
+    TeacherEpochs,
+    TeacherLearningRate,
+    option,
+)
+from stages.cli.output import print_rich
+from stages.cli.request import (
+    find_run,
+    names_model,
+    names_of_settings,
+    read_settings,
+    with_model,
+    with_options,
+)
+
+
+@command("Train")
+def run(
+    config: ConfigArgument = None,
+    data: DataFolder = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    student: Attention = None,
+    teacher: Teacher = None,
+    download: Download = False,
+) -> None:
+    """All stages, then a table of what was gained.
+
+    Stages that have finished are not run again.
+
+    Example: `gaupipe run --data photos --student belief2`
+    """
+    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed)
+    overrides = with_model(overrides, "phase_a.teacher", teacher, download)
+    settings, folder = read_settings(config, overrides, run_dir, data, student)
+    check_paths(new_run=folder)
+    with starts("all stages", settings, folder, student):
+        from stages import run as stage
+
+    lines = stage.run(settings, folder, student)
+    print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
+    say_next(["evaluate", "--run-dir", folder], ["view", "--run-dir", folder])
+
+
+@command("Train", "phase-a")
+def phase_a(
+    config: ConfigArgument = None,
+    data: DataFolder = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    epochs: TeacherEpochs = None,
+    lr: TeacherLearningRate = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    resume: Resume = False,
+    force: Force = False,
+    teacher: Teacher = None,
+    download: Download = False,
+) -> None:
+    """Make the teacher: train it, or take a trained ViT.
+
+    Example: `gaupipe phase-a fashion_mnist --epochs 20`
+    """
+    overrides = with_options(overrides, "phase_a", epochs, lr, batch_size, seed)
+    overrides = with_model(overrides, "phase_a.teacher", teacher, download)
+    settings, folder = read_settings(config, overrides, run_dir, data)
+    check_paths(new_run=folder)
+    with starts("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}"):
+        from stages import phase_a as stage
+
+    stage.run(settings, folder, resume=resume, force=force)
+    following = "phase-b" if settings.phase_a.is_local else "export-maps"
+    say_next([following, "--run-dir", folder])
+    print(folder)
+
+
+@command("Train", "export-maps")
+def export_maps(
+    run_dir: RunDir = None,
+    kind: Annotated[
+        str | None,
+        option("--kind KIND", "Such as gaussian, topk or dense.", "what fits the teacher"),
+    ] = None,
+    encoding: Annotated[
+        Literal["float16", "uint8"] | None,
+        option("--encoding TYPE", "float16 or uint8.", "what fits the kind"),
+    ] = None,
+    k: Annotated[
+        int | None,
+        option("--k N", "Keys of a query that topk stores.", "export.k", min=1, max=255),
+    ] = None,
+    views: Annotated[
+        int | None, option("--views N", "Augmented views of each image.", min=2, max=10000)
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        option("--teacher NAME", "A ViT: local-dir:FOLDER or a timm name.", "the run's teacher"),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        option(
+            "--set PHASE_A.TEACHER_ARGS=Y",
+            "Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
+        ),
+    ] = None,
+    model: AnyModel = None,
+    files: ImagePaths = None,
+    image_size: ImageSize = None,
+    download: Download = False,
+    out: Annotated[
+        str | None,
+        option("--out PATH-OR-URL", "Where the store goes.", "maps.zarr in the run directory"),
+    ] = None,
+    overwrite: Annotated[bool, option("--overwrite", "Replace a store that is there.")] = False,
+    repair: Annotated[bool, option("--repair", "Rewrite only what verify finds damaged.")] = False,
+    shard_mb: Annotated[float, option("--shard-mb MB", "Shard, uncompressed.", min=0.001)] = 32,
+    force: Force = False,
+) -> None:
+    """Write the attention maps and predictions of a run's teacher, or of any ViT, to a zarr store.
+
+    An export that was interrupted goes on where it stopped when the same command is given again.
+
+    Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
+    """
+    options: dict[str, Any] = {"encoding": encoding, "k": k, "download": download}
+    options |= {"overwrite": overwrite, "repair": repair, "shard_mb": shard_mb, "force": force}
+    if not names_model(model, files, image_size) or model is None:
+        options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
+        run_dir = find_run(run_dir)
+        check_paths(model=teacher if out else None)
+        with begins(f"export: the teacher of {run_dir}"):
+            from stages import export as stage
+
+        if (url := stage.run(run_dir, kind, out=out, **options)) is not None:
+            print(url)
+        return
+    of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+    for name in (name for name, value in of_run.items() if value):
+        raise UserError(f"--{name}: belongs to a run: leave it out with --model")
+    if out is None:
+        raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+    check_paths(images=files, model=model)
+    with begins(f"export: {model}, into {out}"):
+        from stages import export as stage
+
+    print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
+
+
+@command("Train", "phase-b")
+def phase_b(
+    run_dir: RunDir = None,
+    student: Attention = None,
+    name: Annotated[
+        str | None,
+        option("--name NAME", "The student's folder.", "the attention"),
+    ] = None,
+    overrides: Overrides = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    maps: Annotated[
+        str | None, option("--maps PATH-OR-URL", "The store.", "maps.zarr in the run directory")
+    ] = None,
+    distill: Annotated[
+        bool, option("--distill/--no-distill", "--no-distill trains on the labels alone.")
+    ] = True,
+    resume: Resume = False,
+) -> None:
+    """Distil the stored maps into an ordinary ViT, which timm loads.
+
+    Example: `gaupipe phase-b --student belief2 --epochs 40`
+    """
+    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed)
+    run_dir = find_run(run_dir)
+    from stages.runs import students
+
+    options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
+    check_paths(maps=maps if distill and maps else None)
+    request = students.begin(run_dir, student, name=name, overrides=overrides, **options)
+    with starts("phase B", request.settings, request.folder):
+        from stages import phase_b as stage
+
+    stage.run_request(request)
+    named = ["--run-dir", run_dir, "--student", request.name]
+    say_next(["evaluate", *named, *["--plain"] * (not distill)], ["view", *named[:2]])
+    print(request.folder / "student")
+
+
+@command("Train")
+def train(
+    config: ConfigArgument = None,
+    data: DataFolder = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    student: Attention = None,
+    model: Annotated[
+        str | None,
+        option(
+            "--model NAME",
+            "Fine-tune these weights: a timm name, or local-dir:FOLDER.",
+            "model.name, from the start",
+        ),
+    ] = None,
+    download: Download = False,
+    resume: Resume = False,
+) -> None:
+    """Train a ViT on the labels alone: no teacher, no store.
+
+    Example: `gaupipe train --data photos --student xsa --epochs 30`
+    """
+    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed)
+    overrides = with_model(overrides, "model.name", model, download)
+    from gaupipe.settings.load import check_plain
+
+    distributed.main_first(lambda: check_plain(names_of_settings(overrides)))
+    settings, folder = read_settings(config, overrides, run_dir, data, student, plain=True)
+    from stages.runs.directory import RunDirectory
+
+    attention = student or settings.model.attention
+    trained = RunDirectory(folder).student(attention, distilled=False)
+    check_paths(new_run=folder)
+    with starts("training", settings, trained, attention):
+        from stages import train as stage
+
+    stage.run(settings, folder, attention, resume=resume)
+    named = ["--run-dir", folder, "--student", attention]
+    both = RunDirectory(folder).is_distilled(attention)  # phase B has one of this name, too
+    say_next(["evaluate", *named, *["--plain"] * both], ["view", *named])
+    print(trained / "student")
