@@ -41,7 +41,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from stages import phase_a
-from stages.phase_a.trained_vit import say_if_others_are_predicted
+from stages.phase_a.trained_vit import probe_where_others_are_predicted
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan
@@ -59,7 +59,7 @@ BUSY = "another process writes this store: wait for it to end, or choose another
 class ExportRequest:
     """The store that the teacher of a run is to write.
 
-    kind, encoding, k, views
+    kind, encoding, k, views, grid, layers
                as in :class:`gaupipe.settings.ExportSettings`; None is what the store that is there
                has, else what the settings say
     out        path or URL of the store; None is the run's own
@@ -79,6 +79,8 @@ class ExportRequest:
     encoding: str | None = None
     k: int | None = None
     views: int | None = None
+    grid: tuple[int, int] | None = None
+    layers: list[int] | None = None
     out: str | None = None
     overwrite: bool = False
     repair: bool = False
@@ -96,7 +98,7 @@ class ExportRequest:
 
     @property
     def kind_options(self) -> dict[str, object]:
-        names = ("kind", "encoding", "k", "views")
+        names = ("kind", "encoding", "k", "views", "grid", "layers")
         return {name: getattr(self, name) for name in names}
 
     def check(self) -> Settings:
@@ -149,8 +151,7 @@ def run(
         return None
     with request.run.locked():
         job = distributed.main_first(lambda: request.load(settings, data))
-        if request.teacher is not None:
-            say_if_others_are_predicted(job)
+        probe_where_others_are_predicted(job)
         return export(job, request.place, request.kind_options)
 
 

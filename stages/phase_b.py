@@ -12,7 +12,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation import local
 from gaupipe.distillation.job import PRELOAD_BYTES, PhaseB, check_targets
 from gaupipe.distillation.student import check_fit
-from gaupipe.distillation.warm_start import WARM_STARTS
+from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
@@ -62,8 +62,9 @@ def start(request: StudentRequest, data: ImageData, afresh: bool) -> Training:
     settings, teacher = request.settings, request.teacher
     job = build(settings, data, teacher, request.maps_url, afresh)
     if teacher is not None and settings.phase_b.warm_start != "none" and afresh:
-        weights = phase_a.load(teacher, data, with_images=False).teacher.weights()
-        WARM_STARTS[settings.phase_b.warm_start](job.student, weights)
+        vit = phase_a.load(teacher, data, with_images=False).teacher
+        how = settings.phase_b.warm_start
+        start_from_teacher(job.student, how, vit.weights(), vit.heads, vit.grid)
     return job
 
 

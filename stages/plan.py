@@ -142,8 +142,8 @@ def plan_phases(
         local.check(settings, data)
         return {"phase_b": student}, 0
     teacher = build_teacher(settings, data)
-    grid = MapShape.of(teacher).grid
-    export = planned_export(settings, teacher, grid)
+    shape = MapShape.of(teacher)
+    export = planned_export(settings, teacher, shape.grid, shape.layers)
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = store_bytes(settings, teacher, export, images, data.num_classes)
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0

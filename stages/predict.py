@@ -141,8 +141,7 @@ def as_csv(predictions: Sequence[Prediction]) -> str:
     """A line for each image: path, label, class and probability of each of the most probable
     classes, and problem."""
     rows = []
-    for prediction in predictions:
-        row = as_row(prediction)
+    for row in map(as_row, predictions):
         line = {name: value for name, value in row.items() if name != "classes"}
         for rank, best in enumerate(row["classes"], 1):
             suffix = "" if rank == 1 else str(rank)

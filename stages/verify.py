@@ -15,6 +15,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.distillation.export import decoder, outputs
 from gaupipe.distillation.files import open_model
 from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.probe import fit_probe
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import other_teacher
 from gaupipe.system.errors import UserError
@@ -102,10 +103,14 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
     run = RunDirectory(run_dir)
     teacher = schema.extra.get("teacher")
     if run.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
-        return phase_a.load(run)
-    settings = run.settings()
-    data = run.load_data(settings)
-    return other_teacher(settings, data, teacher, schema.extra.get("teacher_args"))
+        job = phase_a.load(run)
+    else:
+        settings = run.settings()
+        data = run.load_data(settings)
+        job = other_teacher(settings, data, teacher, schema.extra.get("teacher_args"))
+    if schema.extra.get("probe"):
+        job.probe = fit_probe(job)
+    return job
 
 
 def differing_decoder(maps: store.Store, job: TeacherJob[Any]) -> Iterator[str]:

@@ -378,6 +378,7 @@ SETTINGS = [
         ("model.student_args={num_heads: 4}", "heads"),
         ("phase_b.layer_map=[1]", "layer_map"),
         ("phase_b.warm_start=teacher & model.student_args={mlp_ratio: 3}", "warm_start"),
+        ("phase_b.warm_start=slice", "warm_start=slice is cut from a trained ViT"),
     ),
     *settings(
         ("phase_b.warm_start=teacher & model.student_args={mlp_ratio: 3}", "warm_start"),

@@ -283,7 +283,6 @@ def test_shipped_settings_are_valid(name):
     "name,epochs,weights",
     [
         ("cifar10_atto", 500, (0.2, 0.1, 0.7)),
-        ("cifar100_atto", 500, (0.2, 0.1, 0.7)),
         ("imagenet_tiny", 400, (0.7, 0.1, 0.2)),
     ],
 )

@@ -138,6 +138,30 @@ def test_a_student_of_ours_keeps_its_attention_unless_another_one_is_named(folde
         assert same == (attention == "belief2")
 
 
+def test_a_smaller_vit_starts_with_a_slice_of_the_weights(command, folder, tmp_path, in_process):
+    """Blocks 0 and 2 of three, every second channel of both heads, of the FFN and elsewhere."""
+    smaller = "model.args={embed_dim: 12, depth: 2}"
+    settings = settings_of(folder, smaller, "model.attention=standard")
+    student = build_student(settings, load_data(settings.data), settings.train)
+    weights = timm.create_model(f"local-dir:{folder / 'weights'}", pretrained=True)
+    for block, source in enumerate((0, 2)):
+        old, new = weights.blocks[source], student.blocks[block]
+        qkv = old.attn.qkv.weight.view(3, 2, 12, 24)[:, :, ::2, ::2]
+        assert new.attn.qkv.weight.view(3, 2, 6, 12).equal(qkv)
+        assert new.attn.proj.weight.equal(old.attn.proj.weight[::2, ::2])
+        assert new.mlp.fc1.weight.equal(old.mlp.fc1.weight[::2, ::2])
+        assert new.norm2.bias.equal(old.norm2.bias[::2])
+    assert student.pos_embed.equal(weights.pos_embed[..., ::2])
+    assert student.cls_token.equal(weights.cls_token[..., ::2])
+    for attention in ("standard", "belief2"):
+        run = tmp_path / attention
+        more = sets(*TINY, smaller), "--run-dir", run, "--student", attention
+        code, _, err = in_process(*command, *more[0], *more[1:])
+        assert code == 0, err
+        saved = timm.create_model(f"local-dir:{run / 'plain' / attention / 'student'}", True)
+        assert len(saved.blocks) == 2 and saved.embed_dim == 12
+
+
 def test_the_learning_rate_decays_from_block_to_block_as_timm_has_it(folder):
     """That of a Gaussian teacher, too, whose prior has a rate of its own."""
     settings = settings_of(folder, "train.optim={lr: 0.1, args: {layer_decay: 0.5}}")
@@ -254,7 +278,9 @@ def test_weights_keep_their_attention_whatever_the_configuration_names(tmp_path,
         ("local-dir:photos", "", "Config file not found"),
         ("local-dir:weights", "model.match_params=true", "keeps its FFN"),
         ("local-dir:weights", "model.attention=gaussian", "cannot convert to 'gaussian'"),
-        ("local-dir:weights", "model.args={depth: 4}", "do not fit model.name=local-dir:/"),
+        ("local-dir:weights", "model.args={qkv_bias: false}", "do not fit model.name=local-dir:/"),
+        ("local-dir:weights", "model.args={depth: 4}", "has blocks: 4, the trained ViT 3: a slice"),
+        ("local-dir:weights", "model.args={embed_dim: 26}", "has channels: 26, the trained ViT 24"),
         ("local-dir:weights", "data.scaling={mean: [1, 2]}", "should have a number for each"),
         ("local-dir:weights", "data.scaling={std: [0]}", "data.scaling: std.0: input should be g"),
         ("local-dir:weights", "train.optim.args={layer_decay: x}", "timm cannot make 'adamw'"),

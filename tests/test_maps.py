@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map
-from gaupipe.maps.views import from_top_k, move_map, top_k, without_prefix
+from gaupipe.maps.views import from_top_k, move_map, pool_map, top_k, without_prefix
 from gaupipe.teachers import gaussian
 from gaupipe.teachers.vit import VitMaps
 
@@ -154,3 +154,29 @@ def test_shown_maps_are_rounded_once_whatever_is_computed_at_once(monkeypatch, a
         assert maps.dtype == dtype and maps.is_contiguous()
         torch.testing.assert_close(maps.float(), expected.to(dtype).float(), rtol=1e-3, atol=1e-6)
         assert (maps != expected.to(dtype)).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("grid, new", [((4, 4), (2, 2)), ((3, 4), (2, 3)), ((5, 3), (5, 2))])
+def test_pooled_maps_are_means_over_queries_and_sums_over_keys_by_area(grid, new):
+    """Against squares so small that both grids consist of whole ones."""
+    (h, w), (new_h, new_w) = grid, new
+    maps = torch.rand(2, 3, h * w, h * w, dtype=torch.float64).softmax(-1)
+    pooled = pool_map(maps, grid, new)
+    torch.testing.assert_close(pooled.sum(-1), torch.ones(2, 3, new_h * new_w).double())
+
+    def cells(rows: int, columns: int) -> np.ndarray:
+        """[squares] the token of each of (h new_h) x (w new_w) small squares."""
+        y = np.arange(h * new_h) * rows // (h * new_h)
+        x = np.arange(w * new_w) * columns // (w * new_w)
+        return (y[:, None] * columns + x).ravel()
+
+    old, coarse = cells(h, w), cells(new_h, new_w)
+    fine = maps.numpy()[..., old, :][..., :, old] / (
+        new_h * new_w
+    )  # of a key's squares each a share
+    expected = np.empty((2, 3, new_h * new_w, new_h * new_w))
+    for query in range(new_h * new_w):
+        for key in range(new_h * new_w):
+            block = fine[..., coarse == query, :][..., :, coarse == key]
+            expected[..., query, key] = block.sum(-1).mean(-1)
+    np.testing.assert_allclose(pooled.numpy(), expected, rtol=1e-6)

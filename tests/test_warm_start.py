@@ -6,8 +6,10 @@ import torch
 
 import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS
-from gaupipe.distillation.warm_start import warm_start
+from gaupipe.distillation.warm_start import start_from_teacher, warm_start
+from gaupipe.models import forward_with_maps
 from gaupipe.settings import load as config
+from gaupipe.system.errors import UserError
 from stages import run
 
 CLASS = dict(class_token=True, global_pool="token")
@@ -46,6 +48,119 @@ def test_class_and_register_tokens_keep_their_start(tokens):
     assert torch.equal(model.pos_embed[:, -16:], teacher["pos_embed"])
     assert torch.equal(model.pos_embed[:, :-16], start["pos_embed"][:, :-16])
     assert not tokens or torch.equal(model.cls_token, start["cls_token"])
+
+
+SIZES = dict(embed_dim=16, num_heads=2, depth=2, in_chans=1)
+
+
+def random_vit(**sizes) -> torch.nn.Module:
+    """Weights with which attention is far from uniform."""
+    torch.manual_seed(1)
+    model = timm.create_model("gauvit_pico_patch2_8", attention="standard", **{**SIZES, **sizes})
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.eval()
+
+
+def grown(small: torch.nn.Module, heads: int) -> torch.nn.Module:
+    """A ViT twice as wide that computes what ``small`` does: each channel of the residual stream is
+    there twice, so that LayerNorm sees the same mean and variance, but only the first is read; all
+    other heads, channels of heads and hidden units are zero. Three blocks, the middle one adds
+    nothing."""
+    large = random_vit(embed_dim=32, num_heads=heads, depth=3)
+    old, width = small.state_dict(), large.blocks[0].attn.head_dim
+    step = width // small.blocks[0].attn.head_dim
+    attended = [head * 32 // 2 + channel * step for head in range(2) for channel in range(8)]
+    rows = torch.tensor(attended)
+    with torch.no_grad():
+        for name, new in large.named_parameters():
+            block = name.split(".")[1] if name.startswith("blocks.") else "0"
+            new.zero_()
+            if block == "1":
+                continue
+            part = old[name.replace("blocks.2.", "blocks.1.")]
+            if ".qkv." in name:
+                places = torch.cat([rows, rows + 32, rows + 64])
+                new.view(96, -1)[places, : new[0].numel() : 2] = part.view(48, -1)
+            elif name.endswith("attn.proj.weight"):
+                new[::2, rows] = new[1::2, rows] = part
+            elif name.endswith("fc1.weight"):
+                new[::2, ::2] = part
+            elif name.endswith("fc1.bias"):
+                new[::2] = part
+            elif name.endswith("fc2.weight"):
+                new[::2, ::2] = new[1::2, ::2] = part
+            elif name == "head.weight":
+                new[:, ::2] = part
+            elif name == "head.bias":
+                new.copy_(part)
+            else:
+                doubled = 0 if new.ndim == part.ndim and new.shape[0] != part.shape[0] else 2
+                new.copy_(part.repeat_interleave(2, dim=doubled))
+    return large
+
+
+@pytest.mark.parametrize("attention", ["standard", "belief2"])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_a_slice_of_a_vit_whose_other_channels_are_zero_computes_what_the_vit_does(
+    attention, heads
+):
+    small = random_vit()
+    large = grown(small, heads)
+    images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(2))
+    student = timm.create_model(
+        "gauvit_pico_patch2_8",
+        attention=attention,
+        attention_options={"zz": False, "activation": "identity"} if attention == "belief2" else {},
+        **SIZES,
+    ).eval()
+    start_from_teacher(student, "slice", large.state_dict(), heads, (4, 4))
+    for block in student.blocks:  # a score is divided by the root of the head's width
+        block.attn.scale = large.blocks[0].attn.scale
+        block.attn.fused_attn = False  # timm's fused attention does not ask for it
+    torch.testing.assert_close(student(images), large(images), atol=1e-5, rtol=1e-4)
+    maps = forward_with_maps(large, images)[1]
+    assert maps[0].exp().std() > 0.005 and maps[2].exp().std() > 0.005  # not uniform
+    fresh = [student.get_submodule("blocks.0.attn.qkv").weight, small.blocks[0].attn.qkv.weight]
+    assert torch.equal(*fresh)
+
+
+def test_a_slice_leaves_what_the_student_has_not_and_resizes_position_and_patch_embedding():
+    """A teacher with a class token, other patches and other classes; a convolutional stem."""
+    teacher = random_vit(embed_dim=32, patch_size=1, num_classes=7, **CLASS).state_dict()
+    teacher["pos_embed"] = torch.full((1, 64, 32), 0.5)  # of patches
+    teacher["patch_embed.proj.weight"].fill_(1.0)
+    student = random_vit()
+    head = student.head.weight.detach().clone()
+    start_from_teacher(student, "slice", teacher, 2, (8, 8))
+    torch.testing.assert_close(student.pos_embed, torch.full((1, 16, 16), 0.5))
+    # patches twice as large see the same in an image of one colour
+    colour = torch.ones(1, 1, 8, 8)
+    bias = teacher["patch_embed.proj.bias"][::2]
+    torch.testing.assert_close(student.patch_embed(colour)[0, 0], 1.0 + bias)
+    assert torch.equal(student.head.weight, head)
+    conv = random_vit(stem="conv")
+    stem = {name: part.clone() for name, part in conv.patch_embed.state_dict().items()}
+    start_from_teacher(conv, "slice", teacher, 2, (8, 8))
+    for name, part in conv.patch_embed.state_dict().items():
+        assert torch.equal(part, stem[name])
+    assert torch.equal(conv.pos_embed, student.pos_embed)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"embed_dim": 48}, "channels: 48, the trained ViT 32"),
+        ({"depth": 3}, "blocks: 3, the trained ViT 2"),
+        ({"num_heads": 4}, "heads: 4, the trained ViT 2"),
+        ({"num_heads": 1, "embed_dim": 32}, "channels of head: 32, the trained ViT 16"),
+        ({"mlp_ratio": 5}, "hidden units: 80, the trained ViT 64"),
+    ],
+)
+def test_a_slice_is_at_most_as_large_as_the_teacher(sizes, message):
+    teacher = random_vit(embed_dim=32).state_dict()
+    with pytest.raises(UserError, match=f"phase_b.warm_start=slice: the student has {message}"):
+        start_from_teacher(random_vit(**sizes), "slice", teacher, 2, (4, 4))
 
 
 @pytest.mark.parametrize("gamma,made", [("0", "from the teacher"), ("0.1", "distilled")])

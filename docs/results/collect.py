@@ -4,9 +4,10 @@ table of a page.
     python docs/results/collect.py rows RUN/strong.json --data cifar10 --images 3000 --command ...
     python docs/results/collect.py table docs/results/data/local.json
 
-A file holds a list of trainings: name, command, commit, data, images, epochs, seed, val, test (left
-out where nobody looked) and core_seconds. ``val`` and ``test`` are
-accuracies of the last epoch, ``core_seconds`` those of the processor, a teacher's included.
+A file holds a list of trainings: name, command, commit, data, images, epochs, seed, val (null for a
+teacher without Gaussians for validation images), test (left out where nobody looked) and
+core_seconds. ``val`` and ``test`` are accuracies of the last epoch, ``core_seconds`` those of the
+processor, a teacher's included.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def table(trainings: list[dict[str, Any]]) -> str:
     ]
     for (data, images, name, epochs), runs in groups.items():
         seconds = round(statistics.mean(run["core_seconds"] for run in runs))
-        val = spread([run["val"] for run in runs])
+        val = spread([run["val"] for run in runs if run.get("val") is not None])
         test = spread([run["test"] for run in runs if run.get("test") is not None])
         lines.append(
             f"| {data}, {images:,} | {name} | {epochs} | {len(runs)} | {val} | {test} "

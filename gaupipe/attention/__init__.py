@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from importlib import import_module
 from typing import Any
 
@@ -11,14 +11,18 @@ __all__ = ["ATTENTION", "STUDENTS", "comparing"]
 
 
 class _Attentions(UserDict[str, Any]):
-    """Classes by key, imported at their first use: the command line lists keys without torch."""
+    """Classes by key, those of gaupipe imported at their first use: the command line lists keys
+    without torch."""
 
     def __getitem__(self, key: str) -> Any:
-        module, _, name = self.data[key].partition(".")
+        known = self.data[key]
+        if not isinstance(known, str):
+            return known
+        module, _, name = known.partition(".")
         return getattr(import_module(f"gaupipe.attention.{module}"), name)
 
 
-ATTENTION: Mapping[str, Any] = _Attentions(
+ATTENTION: MutableMapping[str, Any] = _Attentions(
     {
         "standard": "standard.StandardAttention",
         "belief": "belief.BeliefAttention",
@@ -31,7 +35,7 @@ ATTENTION: Mapping[str, Any] = _Attentions(
 )
 
 STUDENTS = tuple(ATTENTION)
-"""Keys of the attentions that a student can have."""
+"""Keys of the attentions of gaupipe; ``gaupipe.register`` adds others to :data:`ATTENTION`."""
 
 
 def comparing() -> tuple[str, ...]:

@@ -9,13 +9,18 @@ from typing import Any
 from torch import nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.base import StudentAttention, choice, nearest
+from gaupipe.attention.base import StudentAttention, nearest
 from gaupipe.system.errors import UserError
 
 
 def attention_class(key: str) -> type[StudentAttention]:
     """The class of an attention. Raises UserError for an unknown key."""
-    return ATTENTION[choice("attention", key, ATTENTION)]
+    if key not in ATTENTION:
+        raise UserError(
+            f"unknown attention {key!r}{nearest(key, ATTENTION)}; one of your own is made known by "
+            f"gaupipe.register({key!r}, Class), for commands in a file that --import names"
+        )
+    return ATTENTION[key]
 
 
 def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:

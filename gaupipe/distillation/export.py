@@ -38,7 +38,10 @@ def stored_export(url: str) -> ExportSettings | None:
     except store.StoreError:
         return None
     views = None if schema.extra.get("views") is None else schema.views
-    held = {"kind": schema.kind, "encoding": schema.encoding, "k": schema.k, "views": views}
+    held: dict[str, Any] = {"kind": schema.kind, "encoding": schema.encoding}
+    held |= {"k": schema.k, "views": views}
+    held["layers"] = schema.extra.get("layers")
+    held["grid"] = schema.grid if "pooled_from" in schema.extra else None
     return ExportSettings.model_validate(held)
 
 
@@ -50,13 +53,18 @@ def make_schema(
     kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
-    check_export(export, job.settings, job.teacher, shape.grid)
+    check_export(export, job.settings, job.teacher, shape.grid, shape.layers)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = job.notes()
     if arguments := job.settings.phase_a.teacher_args:
         notes["teacher_args"] = arguments
     if export.views is not None:
         notes["views"] = drawing(job.settings)
+    if export.layers is not None:
+        notes["layers"] = export.layers
+    if export.grid is not None:
+        notes["pooled_from"] = list(shape.grid)
+    shape = shape.stored(export)
     return store.Schema(
         kind=kind,
         encoding=export.encoding,
@@ -115,6 +123,13 @@ def outputs(
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
         logits, attention = job.forward_with_maps(batch, generator)
+        if isinstance(attention, VitMaps):
+            height, width = schema.grid
+            attention = attention.reduced(schema.extra.get("layers"), (height, width))
+        if job.probe is not None and isinstance(attention, VitMaps):
+            assert attention.pooled is not None  # of a teacher without predictions
+            image_ids = batch.ids // schema.views
+            logits = job.probe.logits_out_of_fold(attention.pooled, image_ids).log_softmax(-1)
         with torch.no_grad():
             dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
             named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}

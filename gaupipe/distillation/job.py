@@ -76,6 +76,8 @@ class PhaseB(Training):
         remarks = super().remarks()
         if len(self.student.blocks) != schema.layers:
             remarks.append(f"its blocks are compared with the stored blocks {self.layers}")
+        if phase.warm_start == "slice" and self.settings.model.stem == "conv":
+            remarks.append("its convolutional stem is no part of the slice and keeps its start")
         moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
         if schema.extra.get("teacher") and schema.views == 1 and moved and phase.gamma:
             remarks.append(

@@ -3,6 +3,7 @@ can give."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import ValidationError
@@ -47,27 +48,37 @@ def chosen(
         raise UserError(f"--{problem(error, ExportSettings)}") from None
     name = export.kind or default_kind(settings, export.encoding)
     kind = store.KINDS[name]
+    if export.grid is not None:
+        tokens = math.prod(export.grid)
     k = export.k or (kind.default_k and min(kind.default_k, tokens or kind.default_k))
     encoding = export.encoding or kind.default_encoding
     return export.model_copy(update={"kind": name, "encoding": encoding, "k": k})
 
 
-def planned_export(settings: Settings, teacher: nn.Module, grid: Grid) -> ExportSettings:
-    """The store that the settings ask for of a teacher with maps on a ``grid`` (h, w). Raises
-    UserError as :func:`check_export`."""
+def planned_export(
+    settings: Settings, teacher: nn.Module, grid: Grid, layers: int
+) -> ExportSettings:
+    """The store that the settings ask for of a teacher with maps of so many blocks (``layers``) on
+    a ``grid`` (h, w). Raises UserError as :func:`check_export`."""
     export = chosen(settings, tokens=grid[0] * grid[1])
-    check_export(export, settings, teacher, grid, prefix="export.")
+    check_export(export, settings, teacher, grid, layers, prefix="export.")
     return export
 
 
 def check_export(
-    export: ExportSettings, settings: Settings, teacher: nn.Module, grid: Grid, prefix: str = "--"
+    export: ExportSettings,
+    settings: Settings,
+    teacher: nn.Module,
+    grid: Grid,
+    layers: int,
+    prefix: str = "--",
 ) -> None:
     """Raises UserError for a store that cannot hold what a teacher shows.
 
     export     from :func:`chosen`
     teacher    a :class:`~gaupipe.teachers.gaussian.Teacher`; anything else counts as a trained ViT
     grid       (h, w) of the teacher's maps
+    layers     the number of its blocks
     prefix     of ``kind``, ``k`` and ``views`` in messages
     """
     name, k = str(export.kind), export.k
@@ -76,6 +87,22 @@ def check_export(
         raise UserError(f"{prefix}kind {name}: {refusal}")
     if k is not None and store.KINDS[name].default_k is None:
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
+    if isinstance(teacher, Teacher) and (export.grid or export.layers):
+        raise UserError(
+            "export.grid and export.layers are for the maps of a trained ViT: leave them out"
+        )
+    if max(export.layers or [0]) >= layers:
+        raise UserError(
+            f"export.layers: should be blocks from 0 to {layers - 1} of the teacher, got "
+            f"{export.layers}"
+        )
+    if export.grid is not None:
+        if export.grid[0] > grid[0] or export.grid[1] > grid[1]:
+            raise UserError(
+                f"export.grid: should be at most the teacher's, {grid[0]} x {grid[1]}, got "
+                f"{export.grid[0]} x {export.grid[1]}"
+            )
+        grid = export.grid
     if k is not None and k > grid[0] * grid[1]:
         raise UserError(f"{prefix}k {k}: a query has {grid[0] * grid[1]} keys to choose from")
     if export.views is not None and isinstance(teacher, Teacher):

@@ -10,11 +10,12 @@ from timm.models.vision_transformer import VisionTransformer
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.losses import check_maps
 from gaupipe.distillation.store_choice import planned_export
-from gaupipe.distillation.warm_start import WARM_STARTS
-from gaupipe.settings import PhaseBSettings, Settings
+from gaupipe.distillation.warm_start import start_from_teacher
+from gaupipe.settings import ExportSettings, PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
+from gaupipe.vit.slicing import evenly_spaced
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,18 @@ class MapShape:
         first: Any = model.blocks[0]
         return cls(tuple(model.patch_embed.grid_size), len(model.blocks), first.attn.num_heads)
 
+    def stored(self, export: ExportSettings) -> MapShape:
+        """Of the maps that an ``export`` stores of these."""
+        layers = self.layers if export.layers is None else len(export.layers)
+        return MapShape(export.grid or self.grid, layers, self.heads)
+
 
 def layer_map(phase: PhaseBSettings, depth: int, layers: int) -> list[int | None]:
     """For each of the student's ``depth`` blocks the stored block, of ``layers``, that it is
     compared with: ``phase_b.layer_map``, or evenly spaced from the first to the last."""
     if phase.layer_map is not None:
         return phase.layer_map
-    if depth == 1:
-        return [layers - 1]
-    last, steps = layers - 1, depth - 1
-    return [(2 * block * last + steps) // (2 * steps) for block in range(depth)]  # halves go up
+    return [*evenly_spaced(depth, layers)]
 
 
 def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, where: str) -> None:
@@ -81,8 +84,8 @@ def check_student(settings: Settings, data: ImageData, teacher: Any, weights: An
     phase, shape = settings.phase_b, MapShape.of(teacher)
     train = settings.student_training
     student = build_student(settings, data, train, "meta")
-    check_fit(student, shape, phase, "the teacher")
+    check_fit(student, shape.stored(settings.export), phase, "the teacher")
     if phase.warm_start != "none":
-        WARM_STARTS[phase.warm_start](student, weights)
+        start_from_teacher(student, phase.warm_start, weights, shape.heads, shape.grid)
     build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
-    planned_export(settings, teacher, shape.grid)
+    planned_export(settings, teacher, shape.grid, shape.layers)

@@ -12,6 +12,7 @@ from torch import Tensor
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import Attention
+from gaupipe.distillation.probe import Probe
 from gaupipe.distillation.student import MapShape
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import flatten
@@ -27,13 +28,15 @@ Kind = TypeVar("Kind", bound=Teacher | VitTeacher)
 
 @dataclass
 class TeacherJob(Generic[Kind]):
-    """A teacher on the data of a run; ``per_image`` is None for one without such parameters."""
+    """A teacher on the data of a run; ``per_image`` is None for one without such parameters, and
+    ``probe`` for one that predicts the classes itself, or none of them."""
 
     settings: Settings
     data: ImageData
     device: torch.device
     teacher: Kind
     per_image: ImageState | None = None
+    probe: Probe | None = None
 
     @property
     def shape(self) -> MapShape:
@@ -77,7 +80,9 @@ class TeacherJob(Generic[Kind]):
         phase, data = self.settings.phase_a, self.settings.data
         notes: dict[str, object] = {"data": data.model_dump(mode="json", exclude={"buckets"})}
         if isinstance(self.teacher, VitTeacher):
-            return {"teacher": phase.teacher, "predicts": self.teacher.predicts, **notes}
+            probe = self.probe is not None
+            predicts = probe or self.teacher.predicts
+            return {"teacher": phase.teacher, "predicts": predicts, "probe": probe, **notes}
         return {"mode": phase.mode, "label_passes": self.teacher.passes or 1, **notes}
 
 

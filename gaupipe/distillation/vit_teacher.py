@@ -58,6 +58,8 @@ def measure(job: VitJob) -> EpochMetrics:
         train = score_model(job.teacher, job.batches(job.data.train))
         train_loss, train_acc = train.loss, train.acc
         val_acc = score_model(job.teacher, job.batches(job.data.val)).acc
+    elif job.probe is not None:
+        val_acc = job.probe.accuracy
     rate = len(job.data.train) / (time.monotonic() - started)
     return {
         "epoch": 0,

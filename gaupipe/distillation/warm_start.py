@@ -11,6 +11,25 @@ from torch import Tensor, nn
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import in_steps
 from gaupipe.system.errors import UserError
+from gaupipe.vit.slicing import slice_weights
+
+
+def start_from_teacher(
+    student: VisionTransformer,
+    how: str,
+    weights: dict[str, Tensor],
+    heads: int,
+    grid: tuple[int, int],
+) -> None:
+    """Starts a student as ``phase_b.warm_start``, which is not none, says ``how``: from the
+    ``weights`` (state_dict) of a teacher's ViT with so many heads and patches (h, w). Raises
+    UserError for a student that these weights do not fit."""
+    if how == "exact":
+        hand_over(student, weights)
+        return
+    if how == "slice":
+        weights = slice_weights(weights, heads, grid, student, "phase_b.warm_start=slice")
+    warm_start(student, weights)
 
 
 @torch.no_grad()
@@ -41,7 +60,7 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     if differs:
         raise UserError(
             f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): "
-            "take model.student_args out or set warm_start to none"
+            "take model.student_args out, or set warm_start to slice or none"
         )
     for name in parts.keys() & teacher.keys():
         parts[name].copy_(teacher[name])
@@ -88,7 +107,3 @@ def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:
     if "pos_embed" in parts:
         parts["pos_embed"] = parts["pos_embed"][:, -student.patch_embed.num_patches :]
     return parts
-
-
-WARM_STARTS = {"teacher": warm_start, "exact": hand_over}
-"""The function of each ``phase_b.warm_start``."""

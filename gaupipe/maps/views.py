@@ -61,6 +61,26 @@ def without_prefix(maps: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     return torch.where(left > tiny, patches / left.clamp_min(tiny), uniform), dropped
 
 
+def pool_map(maps: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+    """Maps [..., T', T'] of maps [..., T, T] on a coarser grid: the mean over the queries that lie
+    in a new token and the sum over such keys, both by area. Rows that sum to 1 still do."""
+    axes = list(zip(grid, new_grid, strict=True))
+    along_y, along_x = (shares_of_cells(old, new).to(maps) for old, new in axes)
+    keys = torch.kron(along_y, along_x)  # [T', T], the share of each old token in a new one
+    queries = keys / keys.sum(-1, keepdim=True)
+    return queries @ maps @ keys.mT
+
+
+def shares_of_cells(old: int, new: int) -> Tensor:
+    """[new, old] float64: the share of each of ``old`` equal parts of a line in ``new`` ones."""
+    edges, new_edges = (
+        torch.linspace(0, 1, count + 1, dtype=torch.float64) for count in (old, new)
+    )
+    right = torch.minimum(edges[1:], new_edges[1:, None])
+    left = torch.maximum(edges[:-1], new_edges[:-1, None])
+    return (right - left).clamp_min(0) * old
+
+
 def move_map(
     maps: Tensor,
     geometry: Geometry | None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from gaupipe.attention import STUDENTS
+from gaupipe.attention import ATTENTION
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.sections import (
     Count,
@@ -41,10 +41,13 @@ def _as_key(name: Any) -> Any:
     return name.lower() if isinstance(name, str) else name
 
 
-if TYPE_CHECKING:
-    StudentKey = str  # a checker does not run what lists the attentions
-else:
-    StudentKey = Annotated[Literal[STUDENTS], BeforeValidator(_as_key)]
+def _known_attention(key: str) -> str:
+    if key not in ATTENTION:
+        raise ValueError(f"should be one of {', '.join(ATTENTION)}")
+    return key
+
+
+StudentKey = Annotated[str, BeforeValidator(_as_key), AfterValidator(_known_attention)]
 
 
 def _known_kind(kind: str) -> str:
@@ -416,6 +419,13 @@ class ExportSettings(Section):
     """Number of augmented views of each image whose maps are stored. The views are drawn as
     the section ``augment`` says, and phase B trains on the same views. Null stores the maps of the
     images themselves."""
+    grid: tuple[Positive, Positive] | None = None
+    """(height, width) in tokens of the stored maps of a trained ViT, at most its own: a map is then
+    the mean over the queries and the sum over the keys that a larger token covers. Null stores maps
+    on the teacher's grid."""
+    layers: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Blocks of a trained ViT whose maps are stored, counted from 0, such as those that phase B
+    compares: ``[0, 4, 7, 11]``. Null stores the maps of all blocks."""
 
 
 class TrainSettings(Section):
@@ -498,12 +508,14 @@ class PhaseBSettings(TrainChanges):
     shuffle_maps: bool = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
-    warm_start: Literal["none", "teacher", "exact"] = "none"
+    warm_start: Literal["none", "teacher", "slice", "exact"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
     has Gaussians itself gets the teacher's. ``exact`` is for ``phase_a.per_image: none`` and
     students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
-    so that the student computes what the teacher does before its first step."""
+    so that the student computes what the teacher does before its first step. ``slice`` is for a
+    student that is smaller than a trained ViT: evenly spaced blocks, heads and channels of the
+    teacher."""
     temperature: Rate = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
@@ -642,6 +654,11 @@ class Settings(Section):
             self._check_exact()
         if self.phase_b.warm_start != "none" and self.phase_a.is_local:
             raise ValueError("phase_b.warm_start: the teacher local has no weights: take none")
+        if self.phase_b.warm_start == "slice" and self.phase_a.learns_gaussians:
+            raise ValueError(
+                "phase_b.warm_start=slice is cut from a trained ViT: take warm_start=teacher for a "
+                "teacher with Gaussians, or phase_a.teacher=vit"
+            )
         return self
 
     def _check_exact(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import timm
@@ -19,6 +20,7 @@ from gaupipe.teachers.pretrained import folder_of, pretrained, published
 from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
 from gaupipe.vit.saving import WEIGHTS
+from gaupipe.vit.slicing import Sizes, slice_weights
 
 RIGHT = "a gauvit name, local-dir:FOLDER or a timm name with weights"
 REMEDY = f"model.name should be {RIGHT}"
@@ -49,7 +51,8 @@ def with_weights(
 ) -> VisionTransformer:
     """The ViT that the settings fine-tune, with a new head for the classes, and converted to the
     attention of ``model.attention``. Its outputs are those of the trained ViT, but for the head,
-    where :func:`~gaupipe.vit.convert.convert` keeps them.
+    where :func:`~gaupipe.vit.convert.convert` keeps them. A smaller ViT starts with a slice of the
+    weights.
 
     ``device`` "meta" and ``trained`` False leave the weights out. Raises UserError for weights that
     are not there, and for settings that do not fit.
@@ -57,21 +60,29 @@ def with_weights(
     model = settings.model
     if model.match_params:
         raise UserError("model.match_params: a ViT that is fine-tuned keeps its FFN")
-    sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
-    arguments = {**sizes, **model.args, **model.student_args}
+    fitting = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
+    arguments = {**fitting, **model.args, **model.student_args}
     torch.manual_seed(settings.seed)  # a conversion draws, too
-    if trained and device is None:
-        trained_vit = pretrained(
-            model.name, arguments, settings.download, RIGHT, "--download", REMEDY
-        )
-        vit = checked(model.name, trained_vit)
-    else:
+    stored, vit = (untrained(model.name, given, "meta") for given in ({}, arguments))
+    if parts_of(stored) != parts_of(vit):
+        raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
+    sizes, asked = sizes_of(stored), sizes_of(vit)
+    sizes.check(asked, "model.args")
+
+    def with_trained(arguments: dict[str, Any]) -> VisionTransformer:
+        consent = settings.download, RIGHT, "--download", REMEDY
+        return checked(model.name, pretrained(model.name, arguments, *consent))
+
+    if not trained or device is not None:
         vit = untrained(model.name, arguments, device)
-    stored = untrained(model.name, {}, "meta").state_dict()
-    # with a new head timm leaves out what does not fit
-    for name in stored.keys() ^ vit.state_dict().keys():
-        if not name.startswith(("head.", "head_dist.")):
-            raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
+    elif asked == sizes:
+        vit = with_trained(arguments)
+    else:
+        whole = with_trained({"in_chans": data.channels})
+        vit = untrained(model.name, arguments, None)
+        grid = tuple(whole.patch_embed.grid_size)
+        weights = slice_weights(whole.state_dict(), sizes.heads, grid, vit, "model.args")
+        vit.load_state_dict(weights, strict=False)  # without a head for other classes
     built = getattr(vit, "gaupipe_args", {})
     if model.stem != "patch" and built.get("stem") != model.stem:
         raise UserError(
@@ -89,6 +100,18 @@ def with_weights(
         nn.init.trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
     return vit
+
+
+def sizes_of(vit: VisionTransformer) -> Sizes:
+    """What may be less than of trained weights."""
+    first: Any = vit.blocks[0]  # timm says Module
+    return Sizes.of(vit.state_dict(), first.attn.num_heads)
+
+
+def parts_of(vit: VisionTransformer) -> set[str]:
+    """Names of the parameters but those of the head, the same for all blocks."""
+    names = (name for name in vit.state_dict() if not name.startswith(("head.", "head_dist.")))
+    return {re.sub(r"^blocks\.\d+", "blocks", name) for name in names}
 
 
 def untrained(name: str, arguments: dict[str, Any], device: str | None) -> VisionTransformer:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
 from gaupipe.data.splits import ImageData
-from gaupipe.maps.views import without_prefix
+from gaupipe.maps.views import pool_map, without_prefix
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.capture import AttentionReader, attention_map, use_fused_attention
 
@@ -41,6 +41,8 @@ class VitMaps:
     """(h, w) in patches."""
     dropped: Tensor
     """[L, H]: the mean share of a patch's attention that class and register tokens had."""
+    pooled: Tensor | None = None
+    """[B, D] float32, of a teacher without predictions: the features that its head would get."""
 
     def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[B, L, H, T, T], rounded to ``dtype``."""
@@ -49,6 +51,14 @@ class VitMaps:
         for layer, block in enumerate(self.blocks):
             maps[:, layer] = block
         return maps
+
+    def reduced(self, layers: Sequence[int] | None, grid: tuple[int, int]) -> VitMaps:
+        """The same of these blocks alone, None for all, and on a coarser ``grid`` (h, w)."""
+        chosen = range(len(self.blocks)) if layers is None else layers
+        blocks = [self.blocks[layer] for layer in chosen]
+        if grid != self.grid:
+            blocks = [pool_map(block, self.grid, grid) for block in blocks]
+        return VitMaps(blocks, grid, self.dropped[list(chosen)], self.pooled)
 
 
 class VitTeacher(nn.Module):
@@ -97,8 +107,11 @@ class VitTeacher(nn.Module):
         """
         features, maps = self._features(self._normalised(images))
         logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
+        pooled = None
         if self.predicts:
             logits = self._in_order(self.model.forward_head(features)).log_softmax(-1)
+        else:
+            pooled = self._pooled(features)
         blocks: list[Tensor] = []
         dropped: list[Tensor] = []
         while maps:  # [B, H, P + T, P + T], freed one by one
@@ -107,12 +120,22 @@ class VitTeacher(nn.Module):
             patches, share = without_prefix(map, self.prefix - self.kept_prefix)
             blocks.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
-        return logits, VitMaps(blocks, self.grid, torch.stack(dropped))
+        return logits, VitMaps(blocks, self.grid, torch.stack(dropped), pooled)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them, of a teacher
         that predicts the data set's classes."""
         return self._in_order(self.model(self._normalised(images)))
+
+    @torch.inference_mode()
+    def pooled(self, images: Tensor) -> Tensor:
+        """Features [B, D] float32, as the head gets them, of images as :meth:`forward_with_maps`
+        takes them. Raises UserError for features that are not finite."""
+        return self._pooled(self.model.forward_features(self._normalised(images)))
+
+    def _pooled(self, features: Tensor) -> Tensor:
+        pooled = self.model.forward_head(features, pre_logits=True)
+        return self._finite(pooled.float(), "its features")
 
     def _in_order(self, logits: Tensor) -> Tensor:
         """The model's logits as float32 [B, C], in the order of the data set's classes."""
@@ -137,9 +160,10 @@ class VitTeacher(nn.Module):
         return values
 
     def weights(self) -> dict[str, Tensor]:
-        """Its weights by timm's names, for a student that starts from them; of the position
-        embedding what belongs to patches. Raises UserError for a model that is not timm's
-        ``VisionTransformer`` with standard attention."""
+        """Its weights by timm's names, for a student that starts from them: of the position
+        embedding what belongs to patches, and the head, if it has one for the data set's classes,
+        in their order. Raises UserError for a model that is not timm's ``VisionTransformer`` with
+        standard attention."""
         attentions = [getattr(block, "attn", None) for block in getattr(self.model, "blocks", ())]
         known = (Attention, ATTENTION["standard"])
         standard = all(
@@ -151,7 +175,12 @@ class VitTeacher(nn.Module):
                 f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
                 "phase_b.warm_start=none, or a VisionTransformer with standard attention"
             )
-        return weights_of_patches(self.model)
+        weights = weights_of_patches(self.model)
+        for name in ("head.weight", "head.bias"):
+            head = weights.pop(name, None)
+            if head is not None and self.classes is not None:
+                weights[name] = head[self.classes]
+        return weights
 
     def sha256(self, per_image: Any = None) -> str:
         """A digest of the weights and of what they are used in. A ViT has no per-image

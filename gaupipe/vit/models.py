@@ -8,6 +8,7 @@ images, L blocks, H heads, T tokens, d model width.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,8 @@ from timm.models import (
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from gaupipe.attention import ATTENTION
-from gaupipe.attention.base import choice
+from gaupipe.attention import ATTENTION, STUDENTS
+from gaupipe.attention.base import StudentAttention, choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
 from gaupipe.vit.stem import FIRST_CONV, STEMS
@@ -38,6 +39,19 @@ TIMM_ARGUMENTS = {
 
 
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
+
+
+def register(name: str, attention: type[StudentAttention]) -> None:
+    """Makes an attention of one's own known under a ``name``, as those of gaupipe are: to timm as
+    ``gau_NAME``, to settings and commands as NAME. Raises UserError for a name that is taken, and
+    for what is no :class:`gaupipe.attention.base.StudentAttention`."""
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise UserError(f"register {name!r}: should be lower-case letters, digits and _")
+    if name in STUDENTS:
+        raise UserError(f"register {name!r}: gaupipe has an attention of this name: choose another")
+    if not (isinstance(attention, type) and issubclass(attention, StudentAttention)):
+        raise UserError(f"register {name!r}: {attention!r} should be a StudentAttention")
+    ATTENTION[name] = vision_transformer.ATTN_LAYERS[f"gau_{name}"] = attention
 
 
 class ReZero(nn.Module):

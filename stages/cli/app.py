@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +13,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from gaupipe import __version__
 from gaupipe.system import distributed
-from stages.cli.options import option, untyped
+from gaupipe.system.errors import UserError, one_line
+from stages.begin import importing
+from stages.cli.options import option, parse_path, untyped
 
 IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 """Commands that several processes, started by torchrun, share."""
@@ -36,7 +41,18 @@ def command(panel: str, name: str | None = None) -> Callable[[Any], Any]:
 def root(
     context: typer.Context,
     version: Annotated[bool, option("--version", "Print the version and stop.")] = False,
+    files: Annotated[
+        list[Path] | None,
+        option(
+            "--import FILE",
+            "A Python file with attentions of your own (gaupipe.register), before the command; "
+            "repeatable.",
+            parser=parse_path,
+        ),
+    ] = None,
 ) -> None:
+    for file in files or ():
+        import_file(file)
     if version:
         print(f"gaupipe {__version__}")
     elif context.invoked_subcommand is None:
@@ -46,3 +62,22 @@ def root(
             f"{context.invoked_subcommand} is a job for one process: start it without "
             f"torchrun, which is for {', '.join(IN_A_WORLD)}"
         )
+
+
+def import_file(path: Path) -> None:
+    """Runs a user's file as a module of its name. Raises UserError where it is not there or
+    fails."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UserError(f"--import {path}: should be a Python file, whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    with importing():
+        import gaupipe.vit.models  # noqa: F401  (timm should know the attentions of gaupipe too)
+
+        try:
+            spec.loader.exec_module(module)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"--import {path}: {one_line(error)}") from error

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from gaupipe.attention import STUDENTS
-
-if TYPE_CHECKING:
-    Student = str  # a checker does not run what lists the attentions
-else:
-    Student = Literal[STUDENTS]
+from gaupipe.attention import ATTENTION, STUDENTS
 
 
 def untyped(kind: Any) -> Any:
@@ -54,6 +49,18 @@ def complete_config() -> list[str]:
     return shipped()
 
 
+def parse_attention(text: str) -> str:
+    """The key of an attention, in any case; --import may have added some."""
+    if text.lower() not in ATTENTION:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(ATTENTION)}")
+    return text.lower()
+
+
+def complete_attention() -> list[str]:
+    """For the shell's completion."""
+    return list(ATTENTION)
+
+
 ConfigArgument = Annotated[
     str | None,
     argument(
@@ -91,12 +98,13 @@ STUDENT = {
 StudentName = Annotated[str | None, option("--student NAME", **STUDENT)]
 StudentArgument = Annotated[str | None, argument("STUDENT", **STUDENT)]
 Attention = Annotated[
-    Student | None,
+    str | None,
     option(
         "--student ATTENTION",
         f"One of {', '.join(STUDENTS)}.",
         "model.attention",
-        case_sensitive=False,
+        parser=parse_attention,
+        autocompletion=complete_attention,
     ),
 ]
 Plain = Annotated[bool, option("--plain", "The ViT trained without a teacher.")]

@@ -46,7 +46,7 @@ def main() -> None:
         with distributed.process_group():
             code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130 and here.rank == 0:
-            if sys.argv[1] in CONTINUE:
+            if name_of_command() in CONTINUE:
                 say("interrupted; to go on:", again())
             else:
                 say("interrupted")
@@ -85,10 +85,16 @@ def how_far(stopped: Stopped, in_a_world: bool) -> str:
     )
 
 
+def name_of_command() -> str:
+    """The command of this process: the first argument that is one, after the program's options."""
+    names = {command.name for command in app.registered_commands} | {*CONTINUE}
+    return next((argument for argument in sys.argv[1:] if argument in names), "")
+
+
 def again() -> str:
     """The command that continues this one."""
     arguments = sys.argv[1:]
-    if arguments[0] in WITH_RESUME and "--resume" not in arguments:
+    if name_of_command() in WITH_RESUME and "--resume" not in arguments:
         arguments = [*arguments, "--resume"]
     return shlex.join(["gaupipe", *arguments])
 

@@ -239,10 +239,10 @@ def heat_map(seen: Seen) -> Group:
 def most_of(seen: Seen) -> float:
     """The largest weight of the map of :func:`attention` and of the teacher's beside it, which are
     drawn on one scale."""
-    maps = [seen["map"]]
+    most = float(np.max(seen["map"]))
     if seen["teacher"] is not None:
-        maps.append(seen["teacher"])
-    return float(max(map(np.max, maps)))
+        most = max(most, float(np.max(seen["teacher"])))
+    return most
 
 
 def shaded(weights: np.ndarray, seen: Seen, top: float) -> list[Text]:

@@ -8,7 +8,9 @@ import sys
 from functools import partial
 
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation.probe import check_probe, fit_probe
 from gaupipe.distillation.student import check_student
+from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import TeacherTraining, VitJob, build, build_model, measure
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system import distributed
@@ -16,7 +18,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochMetrics, read_metrics
-from gaupipe.teachers.vit import weights_of_patches
+from gaupipe.teachers.vit import VitTeacher, weights_of_patches
 from gaupipe.training.job import train, training_state
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.saving import save_student
@@ -43,11 +45,7 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
         warm = settings.phase_b.warm_start != "none"
         check_student(settings, data, job.teacher, job.teacher.weights() if warm else {})
         if settings.phase_b.alpha and not job.teacher.predicts:
-            raise UserError(
-                f"phase_b.alpha: the teacher {settings.phase_a.teacher} predicts no classes of "
-                f"{data.name}: set phase_b.alpha=0, and phase_b.beta to what the labels are to "
-                "weigh"
-            )
+            check_probe(data)
     return job
 
 
@@ -69,14 +67,15 @@ def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[EpochMetr
 
 def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Takes a teacher that was trained before into a run directory and scores it once. Returns the
-    metrics: one entry, of epoch 0; without a head for the classes its accuracies are None."""
-    say_if_others_are_predicted(job)
+    metrics: one entry, of epoch 0; without a head for the classes its validation accuracy is that
+    of a linear probe."""
     job.common_sha256()
     if run.teacher_digest() is not None:
         check_unchanged(job, run)
     with opened_teacher(run, job.settings, job.data, resume):
         path = run.phase_a / "metrics.jsonl"
         if not distributed.broadcast(path.is_file()):
+            probe_where_others_are_predicted(job)
             metrics = measure(job)
             path.parent.mkdir(exist_ok=True)
             distributed.on_main(partial(write_whole, path, json.dumps(metrics) + "\n"))
@@ -84,15 +83,29 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
         return read_metrics(path)
 
 
-def say_if_others_are_predicted(job: VitJob) -> None:
-    """Says that a teacher predicts other classes than those of the data set."""
-    vit, data = job.teacher, job.data.name
-    if distributed.is_main() and vit.model.num_classes and not vit.predicts:
-        print(
-            f"gaupipe: {vit.name}: its {vit.model.num_classes} classes are not the "
-            f"{vit.num_classes} of {data}: its maps are taken without its predictions",
-            file=sys.stderr,
+def probe_where_others_are_predicted(job: TeacherJob) -> None:
+    """Gives a teacher that does not predict the classes of the data set a linear probe, and says
+    how good it is; or why there is none, where phase B can do without. Collective. Raises UserError
+    where phase B cannot."""
+    vit, data = job.teacher, job.data
+    if not isinstance(vit, VitTeacher) or vit.predicts:
+        return
+    classes = vit.model.num_classes
+    other = f"its {classes} classes are not the" if classes else "has no head for the"
+    start = f"gaupipe: {vit.name}: {other} {vit.num_classes} of {data.name}"
+    try:
+        job.probe = fit_probe(job)
+    except UserError as error:
+        if job.settings.phase_b.alpha:
+            raise
+        line = f"{start}: its maps are taken without predictions ({error})"
+    else:
+        line = (
+            f"{start}: a linear probe on its features predicts them: "
+            f"{100 * job.probe.accuracy:.1f} % of the validation images"
         )
+    if distributed.is_main():
+        print(line, file=sys.stderr)
 
 
 def load(run: RunDirectory, settings: Settings, data: ImageData) -> VitJob:

@@ -146,13 +146,20 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
 
 def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -> None:
     """Chooses a training from published weights, with images of the size that they expect."""
-    choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
-    choices.choose("train.epochs", FINE_TUNING_EPOCHS, "of the training")
+    sizes = {"embed_dim", "depth", "num_heads", "mlp_ratio"}
+    if sizes & {*choices.given("model.args", {})}:  # it has to learn again what a slice has lost
+        choices.choose("model.name", "", "a slice of its weights, and the images that it expects")
+        epochs = min(max(MODEL[-1] // images, FEWEST_EPOCHS), MOST_EPOCHS)
+        choices.choose("train.epochs", epochs, "of the training, as from the start")
+        choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
+    else:
+        choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
+        choices.choose("train.epochs", FINE_TUNING_EPOCHS, "of the training")
+        choices.choose("train.optim.name", "adamw", "the optimizer")
+        choices.choose("train.optim.lr", 2e-4, "the learning rate, lower than from the start")
+        reason = "each block has this share of the next one's learning rate"
+        choices.choose("train.optim.args.layer_decay", 0.75, reason)
     _choose_batch(choices, images)
-    choices.choose("train.optim.name", "adamw", "the optimizer")
-    choices.choose("train.optim.lr", 2e-4, "the learning rate, lower than from the start")
-    reason = "each block has this share of the next one's learning rate"
-    choices.choose("train.optim.args.layer_decay", 0.75, reason)
     _choose_flip(choices, classes)
     reason = "a random part of each image, of at least this area"
     choices.choose("augment.resized_crop", {"scale": [0.5, 1.0]}, reason)

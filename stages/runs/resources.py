@@ -106,7 +106,7 @@ def store_bytes(
     """Bytes before compression of the store of an ``export`` that names its kind."""
     kind, views = str(export.kind), export.views or 1
     schema = store.Schema(
-        **vars(MapShape.of(model)),
+        **vars(MapShape.of(model).stored(export)),
         kind=kind,
         num_images=images * views,
         num_classes=classes,

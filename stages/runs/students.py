@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gaupipe.attention import STUDENTS
+from gaupipe.attention import ATTENTION
 from gaupipe.settings import Settings
 from gaupipe.settings.load import check_plain, dump
 from gaupipe.system import distributed
@@ -90,7 +90,7 @@ def begin(
             check_plain(override.partition("=")[0] for override in overrides)
         settings, folder = run.with_overrides(named, distilled, new)
         attention = settings.model.attention
-        if named in STUDENTS and named != attention:
+        if named in ATTENTION and named != attention:
             raise UserError(
                 f"--name {named}: is the name of an attention, and this student's is {attention}: "
                 "choose another name"

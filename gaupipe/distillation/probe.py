@@ -1,0 +1,158 @@
+"""A linear probe: predictions of a data set's classes from the features of a ViT that knows others.
+
+Axis letters: N training images, B images of a batch, D features, C classes, F folds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
+from torch import Tensor
+
+from gaupipe.data.splits import ImageData, Split
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+
+FOLDS = 5
+STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""scikit-learn's ``C``, of which cross-validation takes one: the smaller, the more regular."""
+MOST_ITERATIONS = 300
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Multinomial logistic regressions on the pooled features of a ViT: one of all training images,
+    and for each fold one of the training images outside.
+
+    Attributes: ``weights`` [F + 1, C, D] and ``biases`` [F + 1, C] float32, the regression of all
+    images last; ``folds`` [N] int64, of each training image; ``accuracy`` on the validation images;
+    ``strength``, one of :data:`STRENGTHS`.
+    """
+
+    weights: Tensor
+    biases: Tensor
+    folds: Tensor
+    accuracy: float
+    strength: float
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits [B, C] float32 of images that are no training images, by ``features`` [B, D]."""
+        return self._of_all(features)[:, -1]
+
+    def logits_out_of_fold(self, features: Tensor, image_ids: Tensor) -> Tensor:
+        """Logits [B, C] float32 of training images, or views of them, by the regression that has
+        not seen them."""
+        of_all = self._of_all(features)
+        folds = self.folds[image_ids.cpu()].to(features.device)
+        return of_all[torch.arange(len(features), device=features.device), folds]
+
+    def _of_all(self, features: Tensor) -> Tensor:
+        """[B, F + 1, C] of every regression."""
+        weights, biases = self.weights.to(features.device), self.biases.to(features.device)
+        return torch.einsum("bd,fcd->bfc", features.float(), weights) + biases
+
+
+def check_probe(data: ImageData) -> None:
+    """Raises UserError for training images that folds cannot share out."""
+    counts = np.bincount(data.train.labels, minlength=data.num_classes)
+    start = f"a linear probe on {data.name}"
+    if len(data.train) < FOLDS:
+        raise UserError(
+            f"{start}: {len(data.train)} training images are fewer than its {FOLDS} folds"
+        )
+    if counts.min() < 2:
+        number = int(counts.argmin())
+        name = data.class_names[number] if data.class_names else number
+        raise UserError(
+            f"{start}: the class {name} has {counts[number]} training images, and whichever fold "
+            "has one of a class, another must have one too: give it at least 2"
+        )
+
+
+def fit_probe(job: Any) -> Probe:
+    """The probe of a trained ViT on the data of a :class:`~gaupipe.distillation.teacher.TeacherJob`
+    without predictions of its own. Collective. Raises UserError as :func:`check_probe`."""
+    check_probe(job.data)
+
+    def fit() -> Probe:
+        train, labels = features_of(job, job.data.train)
+        val, val_labels = features_of(job, job.data.val)
+        return fitted(train, labels, val, val_labels, job.data.num_classes, job.settings.seed)
+
+    return distributed.broadcast(distributed.on_main(fit))
+
+
+def features_of(job: Any, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    """(features [N, D] float64, labels [N]) of a split, as it is."""
+    features, labels = [], []
+    for batch in job.batches(split).in_order():
+        features.append(job.teacher.pooled(batch.images).double().cpu())
+        labels.append(batch.labels.cpu())
+    return torch.cat(features).numpy(), torch.cat(labels).numpy()
+
+
+def fitted(
+    features: np.ndarray,
+    labels: np.ndarray,
+    val_features: np.ndarray,
+    val_labels: np.ndarray,
+    num_classes: int,
+    seed: int,
+) -> Probe:
+    """The probe of training images by their ``features`` [N, D] and ``labels`` [N]. The
+    regularisation is that with the least cross-entropy out of fold."""
+    folds = stratified(labels, seed)
+    mean, std = features.mean(0), features.std(0)
+    std[std == 0] = 1  # a feature that is the same for all images
+    scaled = (features - mean) / std
+
+    def regressions(strength: float) -> list[LogisticRegression]:
+        return [regression(scaled[folds != f], labels[folds != f], strength) for f in range(FOLDS)]
+
+    def loss(of_folds: list[LogisticRegression]) -> float:
+        probabilities = np.empty((len(labels), num_classes))
+        for fold, model in enumerate(of_folds):
+            probabilities[folds == fold] = model.predict_proba(scaled[folds == fold])
+        return float(log_loss(labels, probabilities, labels=range(num_classes)))
+
+    candidates = {strength: regressions(strength) for strength in STRENGTHS}
+    strength = min(STRENGTHS, key=lambda one: loss(candidates[one]))
+    models = [*candidates[strength], regression(scaled, labels, strength)]
+    weights = np.stack([of_classes(model.coef_) / std for model in models])  # [F + 1, C, D]
+    biases = np.stack([of_classes(model.intercept_[:, None])[:, 0] for model in models])
+    biases = biases - weights @ mean
+    predicted = (val_features @ weights[-1].T + biases[-1]).argmax(-1)
+    return Probe(
+        torch.from_numpy(weights).float(),
+        torch.from_numpy(biases).float(),
+        torch.from_numpy(folds),
+        float((predicted == val_labels).mean()),
+        strength,
+    )
+
+
+def stratified(labels: np.ndarray, seed: int) -> np.ndarray:
+    """The fold [N] of each image, drawn so that the images of a class are spread evenly."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    folds = np.empty(len(labels), dtype=np.int64)
+    folds[order] = np.arange(len(labels)) % FOLDS
+    return folds
+
+
+def regression(features: np.ndarray, labels: np.ndarray, strength: float) -> LogisticRegression:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # close enough to compare strengths
+        return LogisticRegression(C=strength, max_iter=MOST_ITERATIONS).fit(features, labels)
+
+
+def of_classes(rows: np.ndarray) -> np.ndarray:
+    """A row for each class. Of two classes scikit-learn has one, the second's less the first's."""
+    return np.concatenate([np.zeros_like(rows), rows]) if len(rows) == 1 else rows
