@@ -2,10 +2,8 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 from arguments import sets, tiny
-from gaupipe.system import files
 
 LINUX = ["posix_fadvise", "posix_fallocate", "sched_getaffinity", "preadv", "pwritev"]
 """Functions of ``os`` that macOS does not have, or not in every version."""
@@ -26,5 +24,4 @@ def test_a_run_is_the_same_without_what_linux_alone_has(tmp_path, in_process, mo
     for name in dir(os):
         if name in LINUX or name.startswith("POSIX_FADV_"):
             monkeypatch.delattr(os, name)
-    monkeypatch.setattr(files, "ctypes", SimpleNamespace(CDLL=lambda *_: object()))
     assert losses_of_a_run(in_process, tmp_path / "macos") == losses

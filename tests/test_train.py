@@ -251,4 +251,4 @@ def test_an_attention_may_be_named_as_papers_spell_it(tmp_path, in_process):
     named = config.load("digits", ["model.attention=AttentionX"])
     assert named == config.load("digits", ["model.attention=attentionx"])
     code, _, err = in_process("train", "digits", "--student", "Belief3")
-    assert code == 2 and "'Belief3' is not one of 'standard', 'belief'" in err
+    assert code == 2 and "'Belief3' is not one of standard, belief, " in err
