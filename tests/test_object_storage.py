@@ -95,7 +95,7 @@ def test_a_store_is_written_read_repaired_and_replaced(s3):
         store.create(url, schema)
     files = Files(url)
     files.write("gaussians/c/1/0/0/0/0", files.read("gaussians/c/1/0/0/0/0")[:-20])
-    files.delete("logits/c/2/0")
+    files.delete_all(["logits/c/2/0"])
     assert set(damaged_images(url)) == {(1, "gaussians", 4, 8), (2, "logits", 8, 12)}
     with pytest.raises(store.CorruptChunk, match="image 5"):
         store.open(url).gather(np.array([0, 5]))
