@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from test_store import edit_root
+from stores import edit_root
 
 Change = Callable[[Path], Any]
 

@@ -2,9 +2,7 @@
 than they bring."""
 
 import functools
-import gzip
 import importlib
-import os
 import shutil
 import signal
 import sys
@@ -16,7 +14,8 @@ import torch
 import typer
 
 import gaupipe  # noqa: F401  (before the command line, which would leave torch for later)
-from stages.cli import main
+from pictures import write_idx
+from runs import run_main
 
 torch.set_num_threads(1)
 
@@ -25,12 +24,6 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-
-
-def write_idx(path: Path, array: np.ndarray) -> None:
-    """A gzipped IDX file of bytes, the format of Fashion-MNIST's files."""
-    header = np.array([0x0800 + array.ndim, *array.shape], dtype=">i4").tobytes()
-    path.write_bytes(gzip.compress(header + array.tobytes()))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,17 +50,6 @@ def parsers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
-
-
-def run_main(*arguments, cwd=None) -> int:
-    """The exit code of a command in this process, which saves importing torch."""
-    with pytest.MonkeyPatch.context() as patch:
-        if cwd is not None:
-            patch.chdir(cwd)
-        patch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-    return exit_.value.code or 0
 
 
 @pytest.fixture(scope="session")
@@ -112,17 +94,6 @@ def in_process(capfd):
     return call
 
 
-def linked(folder: Path, copy: Path) -> Path:
-    """A copy of a folder by hard links, but of the files that gaupipe writes in place. A test
-    removes a file before it writes another one of its name."""
-
-    def link_or_copy(source: str, target: str) -> None:
-        in_place = source.endswith((".jsonl", "lock"))
-        (shutil.copy2 if in_place else os.link)(source, target)
-
-    return Path(shutil.copytree(folder, copy, copy_function=link_or_copy))
-
-
 @pytest.fixture
 def example(monkeypatch):
     """Imports a script of examples/ by name; its ``main`` then runs with given arguments."""
@@ -138,3 +109,18 @@ def example(monkeypatch):
         return module, run
 
     return load
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Debian's chromium, driven by Playwright; a test is skipped without either."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright (test extra) is not installed"
+    )
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

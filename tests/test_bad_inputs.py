@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from bad_inputs import INSPECT, ROWS, Row
-from conftest import linked, run_main
+from runs import linked, run_main
 from stages.cli import main
 
 TINY = """

@@ -10,40 +10,13 @@ from torch.nn.functional import scaled_dot_product_attention
 import gaupipe
 from gaupipe.attention import comparing
 from gaupipe.system.errors import UserError
+from vits import eager_maps, randomised
 
 SIZES = {"depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
 
 
-def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights with which attention is far from uniform."""
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
 def pictures(size: int) -> torch.Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
-
-
-def eager_maps(model: torch.nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
-    """The inputs of the dropout after the softmax, which timm's eager attention calls."""
-    maps, hooks, fused = [], [], []
-    for part in model.modules():
-        if hasattr(part, "fused_attn") and hasattr(part, "attn_drop"):
-            fused.append(part)
-            part.fused_attn = False
-            hooks.append(
-                part.attn_drop.register_forward_hook(lambda _m, args, _out: maps.append(args[0]))
-            )
-    with torch.no_grad():
-        model(images)
-    for part in fused:
-        part.fused_attn = True
-    for hook in hooks:
-        hook.remove()
-    return maps
 
 
 TIMM = {

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from PIL import Image
 from arguments import sets, tiny
 from gaupipe import __version__
 from gaupipe.system import progress
+from runs import metrics
 from stages import begin
 
 TINY = [*tiny(200, 50, 2), "phase_b.alpha=0.2", "phase_b.beta=0.1"]
@@ -32,12 +32,6 @@ def gaupipe(*arguments, cwd, **options) -> subprocess.CompletedProcess:
         timeout=300,
         **options,
     )
-
-
-def metrics(path: Path) -> list[dict]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    timed = ("seconds", "_per_s", "_share")
-    return [{name: row[name] for name in row if not name.endswith(timed)} for row in rows]
 
 
 @pytest.fixture(scope="module")

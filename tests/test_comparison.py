@@ -21,12 +21,13 @@ from scipy.stats import t as student_t
 
 import store
 from arguments import sets, tiny
-from conftest import run_main, write_idx
 from gaupipe.data.splits import load_data
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
 from gaupipe.system.errors import UserError
 from gaupipe.training.student import build_student
+from pictures import write_idx
+from runs import run_main
 from stages import phase_b
 from stages.compare.figures import draw
 from stages.compare.measures import (

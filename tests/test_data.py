@@ -9,16 +9,15 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from conftest import write_idx
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
+from pictures import UNCHANGED, NumberedMaps, write_idx
 
 CPU = torch.device("cpu")
-UNCHANGED = Augment(AugmentSettings(), seed=0)
 
 
 def digits(**settings) -> ImageData:
@@ -87,14 +86,6 @@ def test_batches_hold_the_image_that_their_id_names_in_an_order_of_seed_and_epoc
 
     assert order(100, 1, 2) == order(300, 1, 2)
     assert order(300, 1, 2) != order(300, 1, 3) and order(300, 1, 2) != order(300, 2, 2)
-
-
-class NumberedMaps:
-    """A store whose maps are the ids they belong to."""
-
-    def prefetch(self, batches):
-        for image_ids in batches:
-            yield {"maps": np.asarray(image_ids) * 10}
 
 
 def test_a_batch_carries_the_stored_maps_of_its_own_images():

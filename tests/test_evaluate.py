@@ -19,10 +19,10 @@ from sklearn.metrics import confusion_matrix
 
 import store
 from arguments import sets
-from conftest import run_main
+from runs import run_main
 from stages.evaluate.by_class import by_class, tables
 from stages.predict import Prediction
-from test_store import write_store
+from stores import write_store
 
 
 def evaluate(run: Path, in_process, *arguments) -> tuple[int, str, str]:

@@ -21,7 +21,7 @@ from gaupipe.settings import load as config
 from processes import exit_code, kill_in_write
 from stages import export, phase_a
 from stages.runs.directory import RunDirectory
-from test_store import write_pending
+from stores import write_pending
 
 SETTINGS = [
     "data.train_images=200",

@@ -19,8 +19,8 @@ from gaupipe.training.job import LabelLosses
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
 from gaupipe.vit.saving import save_student
-from test_cli import metrics
-from test_own_images import photos
+from pictures import photos
+from runs import metrics
 
 SCALING = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
 TINY = ["baseline.epochs=2", "data.batch_size=8", "threads=1"]

@@ -10,9 +10,9 @@ import pytest
 import timm
 import torch
 
-from conftest import run_main
 from gaupipe.attention import STUDENTS
 from gaupipe.attention.kernels import attention_with_normaliser
+from runs import run_main
 
 DEVICE = os.environ.get("GAUPIPE_TEST_DEVICE", "cuda")
 """``cpu`` runs the tests themselves without a GPU, which then compare the CPU with the CPU."""

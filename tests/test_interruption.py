@@ -22,10 +22,10 @@ from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from gaupipe.training.epochs import Epoch
+from pictures import UNCHANGED, NumberedMaps
 from processes import exit_code, signal_at_call
-from test_data import UNCHANGED, NumberedMaps
-from test_distributed import assert_close, in_world
-from test_resume import results
+from runs import results
+from worlds import assert_close, in_world
 
 DROPS = "model.args={depth: 2, embed_dim: 16, num_heads: 2, drop_path_rate: 0.2}"
 TINY = [*tiny(200, 20, 2), DROPS, "phase_b.gamma=0.2", "checkpoint_minutes=0"]

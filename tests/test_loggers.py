@@ -17,8 +17,8 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.training.update import Update
+from pictures import UNCHANGED, NumberedMaps
 from stages import export, phase_a, phase_b
-from test_data import UNCHANGED, NumberedMaps
 
 TINY = [*tiny(100, 20, 2), "phase_b.gamma=0.1", "log.every=2"]
 

@@ -19,7 +19,7 @@ import zarr
 import store
 from stages.view.serve import open_viewer
 from store.files import Files
-from test_store import (
+from stores import (
     assert_stored,
     damaged_images,
     make_arrays,

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -15,10 +14,11 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
+from pictures import photos
+from runs import metrics
 from stages.runs.choices import Choices, choose
 from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
-from test_cli import metrics
 
 TINY = ("model.args.embed_dim=16", "model.args.depth=1", "train.epochs=2", "threads=1")
 
@@ -34,17 +34,6 @@ def chosen(given=(), gpu=False, **of_folder) -> Choices:
 
 def settings(given=(), gpu=False, **of_folder) -> config.Settings:
     return config.parse(chosen(given, gpu, **of_folder).tree, "test")
-
-
-def photos(folder, classes=("cat", "dog"), count=12, size=(10, 8), mode="RGB"):
-    """Images of noise, a folder for each class."""
-    draw = np.random.default_rng(0)
-    for name in classes:
-        (folder / name).mkdir(parents=True)
-        for number in range(count):
-            pixels = draw.integers(256, size=(*size[::-1], 3), dtype=np.uint8)
-            Image.fromarray(pixels).convert(mode).save(folder / name / f"{number}.png")
-    return folder
 
 
 # what is chosen

@@ -11,8 +11,8 @@ from gaupipe.data.splits import Split
 from gaupipe.distillation.probe import check_probe, fitted, stratified
 from gaupipe.system.errors import UserError
 from gaupipe.vit.saving import save_student
-from test_own_images import photos
-from test_vit_teacher import small
+from pictures import photos
+from vits import small
 
 CLASSES = 4
 

@@ -1,7 +1,6 @@
 """Killed at any moment and resumed, a run ends with the metrics and the student of an unbroken
 one."""
 
-import json
 import random
 import signal
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from processes import exit_code, kill_this_process, moment
+from runs import results
 
 TINY = [
     "data.train_images=300",
@@ -45,18 +45,6 @@ def work(run_dir: Path, settings: config.Settings, kill: tuple[int, float] | Non
     if kill is not None:
         kill_this_process(run_dir, *kill)
     run.run(settings, run_dir)
-
-
-def results(run_dir: Path) -> dict[str, list[dict]]:
-    def without_times(row: dict) -> dict:
-        return {name: one for name, one in row.items() if not name.endswith(("seconds", "_per_s"))}
-
-    return {
-        str(path.relative_to(run_dir)): [
-            without_times(json.loads(line)) for line in path.read_text().splitlines()
-        ]
-        for path in sorted(run_dir.glob("**/metrics.jsonl"))
-    }
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pytest
 import zarr
 
 import store
-from test_store import (
+from stores import (
     VARIANTS,
     contents,
     data_files,

@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 import store
-from test_store import (
+from stores import (
     VARIANTS,
     assert_stored,
     contents,

@@ -10,7 +10,7 @@ import zarr
 
 import store
 from store.encoding import Weights
-from test_store import (
+from stores import (
     VARIANTS,
     assert_stored,
     damaged_images,

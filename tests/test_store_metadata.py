@@ -14,7 +14,7 @@ from gaupipe.system.errors import UserError
 from store.files import Files
 from store.layout import ROOT, plan
 from store.manifest import MANIFEST
-from test_store import VARIANTS, edit_root, make_arrays, make_schema, write_store
+from stores import VARIANTS, edit_root, make_arrays, make_schema, write_store
 
 KINDS = VARIANTS | {"views": dict(views=5)}
 DECODER = {

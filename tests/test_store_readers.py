@@ -8,7 +8,7 @@ import tensorstore
 import zarr
 
 import store
-from test_store import VARIANTS, decoder_for, make_arrays, make_schema, options_of, write_store
+from stores import VARIANTS, decoder_for, make_arrays, make_schema, options_of, write_store
 
 LAYOUTS = [*VARIANTS.values(), dict(kind="topk", k=2, grid=(16, 17), layers=1, heads=1)]
 

@@ -12,7 +12,7 @@ import pytest
 import store
 from processes import FORKS, exit_code
 from store.files import Files
-from test_store import contents, make_arrays, make_schema, write_store
+from stores import contents, make_arrays, make_schema, write_store
 
 SIZES = dict(num_images=60, kind="topk", k=3, encoding="uint8")
 

@@ -96,3 +96,15 @@ def test_few_modules_lie_outside_of_a_package_and_nothing_imports_the_command_li
     assert names <= {"__init__", "__main__", "models", "transformers"}
     importers = {name for name, imported in IMPORTS.items() if "stages.cli" in map(room, imported)}
     assert {name for name in importers if room(name) != "stages.cli"} == {"gaupipe.__main__"}
+
+
+def test_no_test_imports_from_another_test():
+    """What two need is in a module of tests/ that is no test."""
+    for path in Path(__file__).parent.glob("*.py"):
+        modules = [
+            node.module or ""
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        ]
+        tests = [name for name in modules if name.startswith(("test_", "conftest"))]
+        assert not tests, f"{path.name} imports from {tests}"

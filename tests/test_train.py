@@ -13,12 +13,12 @@ import gaupipe.vit.models  # noqa: F401  (timm learns the attentions)
 from arguments import sets
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
+from pictures import photos
+from runs import metrics
 from stages import compare, phase_a, run, train
 from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
-from test_cli import metrics
-from test_distributed import command, in_world
-from test_own_images import photos
+from worlds import command, in_world
 
 TINY = [
     "data.train_images=100",

@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from timm.data import create_transform, resolve_data_config
 
 import store
-from arguments import sets, unpacked
+from arguments import sets
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
@@ -30,6 +30,8 @@ from gaupipe.models import forward_with_maps, save_student
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
+from pictures import photos
+from runs import metrics
 from stages import evaluate, export, phase_a, phase_b
 from stages.look.image_maps import StudentMaps, image_pixels, images_of
 from stages.publish import folder as publish
@@ -38,8 +40,7 @@ from stages.runs import resources
 from stages.runs.directory import RunDirectory
 from stages.verify import against_teacher
 from stages.view.serve import open_viewer
-from test_cli import metrics
-from test_own_images import photos
+from viewing import unpacked
 
 SETTINGS = [
     "data.train_images=120",

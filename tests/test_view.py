@@ -16,16 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import uvicorn
 
 import store
 from arguments import sets
 from gaupipe.system.errors import UserError
 from stages.view import page
-from stages.view.app import make_app
 from stages.view.gallery import stored_gallery
 from stages.view.serve import bound, open_viewer
-from test_store import make_arrays, make_schema, write_store
+from stores import make_arrays, make_schema, write_store
+from viewing import serving
 
 ROOT = Path(__file__).parents[1]
 MANY = "9" * 5000
@@ -35,21 +34,6 @@ TINY = [
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
     "threads=1",
 ]
-
-
-@contextlib.contextmanager
-def serving(viewer):
-    """Answers on a thread: the address, without a slash at its end."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(viewer), log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def get(url: str, **headers: str) -> tuple[int, bytes, dict]:

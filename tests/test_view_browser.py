@@ -6,7 +6,6 @@ goes to an address of its own.
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import store
+from arguments import tiny
 from gaupipe.distillation.kinds import KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import load as config
@@ -23,16 +23,8 @@ from stages.look import inspect
 from stages.look.image_maps import StoredMaps, images_of
 from stages.run import run as run_all
 from stages.view.serve import open_viewer
-from test_store import make_arrays, make_schema, random_maps, write_store
-from test_view import TINY, serving
-
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="playwright (test extra) is not installed"
-)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium on this machine (apt-get install chromium)"
-)
+from stores import make_arrays, make_schema, random_maps, write_store
+from viewing import Page, serving
 
 KINDS = {
     "gaussian": dict(kind="gaussian"),
@@ -42,68 +34,7 @@ KINDS = {
     "dense": dict(kind="dense"),
     "dense-codes": dict(kind="dense", encoding="uint8"),
 }
-SETTINGS = [*TINY, "data.train_images=60", "data.batch_size=20", "phase_a.max_epochs=2"]
-SETTINGS += ["phase_a.stop_accuracy=1", "train.epochs=2", "baseline.epochs=1"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-class Page:
-    """One page of the browser at an address, with what its console complained about."""
-
-    def __init__(self, browser, address: str, **options) -> None:
-        self.address, self.complaints = address, []
-        self.page = browser.new_page(viewport={"width": 1280, "height": 800}, **options)
-        self.page.set_default_timeout(10_000)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("console", self._listen)
-
-    def _listen(self, message) -> None:
-        if message.type in ("error", "warning"):
-            self.complaints.append(message.text)
-
-    def open(self, state: str = "") -> None:
-        """Goes to a state as a link does, and waits until it is shown."""
-        self.page.goto("about:blank")
-        self.page.goto(f"{self.address}#{state}")
-        self.page.wait_for_selector("html[data-ready]")
-
-    def until(self, expression: str) -> None:
-        """Waits until an expression is true. Playwright's own way needs eval, which the page's
-        content security policy forbids."""
-        deadline = time.monotonic() + 10
-        while not self.page.evaluate(expression):
-            assert time.monotonic() < deadline, expression
-            self.page.wait_for_timeout(20)
-
-    def text(self, selector: str) -> str:
-        return self.page.locator(selector).inner_text()
-
-    def state(self) -> dict[str, str]:
-        return dict(pair.split("=") for pair in self.page.url.partition("#")[2].split("&"))
-
-    def saved(self, button: str) -> bytes:
-        """The file that a button saves."""
-        with self.page.expect_download() as download:
-            self.page.click(button)
-        return Path(download.value.path()).read_bytes()
-
-    def press(self, *keys: str) -> None:
-        for key in keys:
-            self.page.keyboard.press(key)
-
-    def over(self, token: int, grid: tuple[int, int], act: str = "hover", pane: int = 0) -> None:
-        """Hovers or clicks a patch of the large picture."""
-        canvas = self.page.locator("#panes canvas").nth(pane)
-        box, (y, x) = canvas.bounding_box(), divmod(token, grid[1])
-        x, y = (x + 0.5) * box["width"] / grid[1], (y + 0.5) * box["height"] / grid[0]
-        getattr(canvas, act)(position={"x": x, "y": y})
+SETTINGS = [*tiny(60, 20, 2), "baseline.epochs=1"]
 
 
 def write_kind(folder: Path, name: str) -> str:

@@ -12,7 +12,6 @@ from PIL import Image
 
 import gaupipe.models  # noqa: F401
 import store
-from arguments import unpacked
 from gaupipe.distillation.files import fitted, open_model
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
@@ -23,9 +22,8 @@ from stages.runs import resources
 from stages.view.page import write_page
 from stages.view.serve import live_teacher, open_viewer
 from stages.view.viewer import Viewer
-from test_capture import eager_maps, randomised
-from test_view import serving
-from test_view_browser import CHROMIUM, Page, browser  # noqa: F401  (a fixture)
+from viewing import Page, serving, unpacked
+from vits import eager_maps, randomised
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3)
 EXTRA = ["class", "register 1", "register 2"]
@@ -104,8 +102,7 @@ def test_gradient_weighted_rollout_is_that_of_the_paper(viewer, pictures, target
         np.testing.assert_allclose(shown[layer], expected - one, atol=1e-6)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):  # noqa: F811
+def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):
     vit = viewer.model("").model
     maps = torch.cat(eager_maps(vit, inputs(pictures, "a.png")))  # [L, H, N, N]
     with serving(viewer) as address:
@@ -134,8 +131,7 @@ def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):  #
         page.page.close()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_a_model_without_classes_has_a_page(pictures, browser, tmp_path):  # noqa: F811
+def test_a_model_without_classes_has_a_page(pictures, browser, tmp_path):
     job, _ = open_model(saved(tmp_path, num_classes=0), [pictures], to_look=True)
     with serving(Viewer("x", {"x": lambda _: live_teacher(job)}, data=job.data)) as address:
         page = Page(browser, f"{address}/")

@@ -17,8 +17,9 @@ from gaupipe.models import forward_with_maps, save_student
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import load_vit
 from gaupipe.teachers.vit import VitTeacher
+from vits import TINY, randomised, small
 
-TINY = "vit_tiny_patch16_224"
+GAUVIT = "gauvit_pico_patch2_8"
 PUBLISHED = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
 
@@ -27,20 +28,6 @@ def data(size=32, channels=3, classes=5, mean=0.5, std=0.25, names=()) -> Simple
     sizes = dict(image_size=size, channels=channels, num_classes=len(names) or classes)
     scaling = dict(mean=(mean,) * channels, std=(std,) * channels)
     return SimpleNamespace(name="blobs", class_names=[*names], **scaling, **sizes)
-
-
-def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights with which attention is far from uniform."""
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return model.eval()
-
-
-def small(name: str = TINY, size: int = 32, **arguments) -> torch.nn.Module:
-    """A timm model of this name with two narrow blocks, random."""
-    sizes = {"img_size": size, "num_classes": 5, "depth": 2, "embed_dim": 48, "num_heads": 3}
-    return randomised(timm.create_model(name, **{**sizes, **arguments}))
 
 
 def images(count: int = 2, size: int = 32) -> torch.Tensor:
@@ -105,7 +92,7 @@ def test_maps_are_the_softmax_between_patches_renormalised(name, size, prefix):
 @pytest.mark.parametrize("attention", STUDENTS)
 def test_maps_of_a_student_are_those_of_forward_with_maps(attention):
     sizes = dict(depth=2, num_classes=5, in_chans=3)
-    model = randomised(timm.create_model("gauvit_pico_patch2_8", attention=attention, **sizes))
+    model = randomised(timm.create_model(GAUVIT, attention=attention, **sizes), 0.1, vectors=True)
     same = data(8)
     same.mean, same.std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
     with torch.inference_mode():
@@ -231,7 +218,7 @@ def test_the_digest_follows_all_that_shows_other_maps():
 
 
 def test_a_folder_is_loaded_with_keywords(tmp_path):
-    model = randomised(timm.create_model("gauvit_pico_patch2_8", num_classes=5, in_chans=3))
+    model = randomised(timm.create_model(GAUVIT, num_classes=5, in_chans=3), 0.1, vectors=True)
     save_student(model, tmp_path / "vit", mean=(0.5,) * 3, std=(0.25,) * 3)
     name = f"local-dir:{tmp_path / 'vit'}"
     teacher = load_vit(name, data(8), {})
@@ -302,7 +289,7 @@ def test_nothing_is_fetched_without_leave(monkeypatch, empty_cache):
 
 def test_published_weights_are_read_from_the_cache(empty_cache, tmp_path):
     """A file stands in for the hub's cache; the classes of the weights need not be the data's."""
-    published = randomised(timm.create_model(TINY))
+    published = randomised(timm.create_model(TINY), 0.1, vectors=True)
     save_file(published.state_dict(), tmp_path / "model.safetensors")
     empty_cache(str(tmp_path / "model.safetensors"))
     for arguments, classes in (({}, 1000), ({"num_classes": 0}, 0)):

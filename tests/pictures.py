@@ -1,0 +1,38 @@
+"""Files of images, and batches of them that nothing changes."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from gaupipe.data.augment import Augment
+from gaupipe.settings.augment import AugmentSettings
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    """A gzipped IDX file of bytes, the format of Fashion-MNIST's files."""
+    header = np.array([0x0800 + array.ndim, *array.shape], dtype=">i4").tobytes()
+    path.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def photos(folder, classes=("cat", "dog"), count=12, size=(10, 8), mode="RGB"):
+    """Images of noise, a folder for each class."""
+    draw = np.random.default_rng(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = draw.integers(256, size=(*size[::-1], 3), dtype=np.uint8)
+            Image.fromarray(pixels).convert(mode).save(folder / name / f"{number}.png")
+    return folder
+
+
+class NumberedMaps:
+    """A store whose maps are the ids they belong to."""
+
+    def prefetch(self, batches):
+        for image_ids in batches:
+            yield {"maps": np.asarray(image_ids) * 10}
+
+
+UNCHANGED = Augment(AugmentSettings(), seed=0)

@@ -1,0 +1,46 @@
+"""Commands in this process, and what their runs leave."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.cli import main
+
+
+def run_main(*arguments, cwd=None) -> int:
+    """The exit code of a command in this process, which saves importing torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if cwd is not None:
+            patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    return exit_.value.code or 0
+
+
+def linked(folder: Path, copy: Path) -> Path:
+    """A copy of a folder by hard links, but of the files that gaupipe writes in place. A test
+    removes a file before it writes another one of its name."""
+
+    def link_or_copy(source: str, target: str) -> None:
+        in_place = source.endswith((".jsonl", "lock"))
+        (shutil.copy2 if in_place else os.link)(source, target)
+
+    return Path(shutil.copytree(folder, copy, copy_function=link_or_copy))
+
+
+def metrics(path: Path) -> list[dict]:
+    """A metrics.jsonl without what depends on the machine's speed."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    timed = ("seconds", "_per_s")
+    return [{name: row[name] for name in row if not name.endswith(timed)} for row in rows]
+
+
+def results(run_dir: Path) -> dict[str, list[dict]]:
+    """The metrics of every training of a run."""
+    paths = sorted(run_dir.glob("**/metrics.jsonl"))
+    return {str(path.relative_to(run_dir)): metrics(path) for path in paths}
