@@ -1,8 +1,10 @@
-"""Bad inputs: a command, what its one line must say, and what is changed in the folder before.
+"""Bad inputs: a command, the error's kind, and what its one line must name: settings, options,
+paths and values, each as a word of its own. What the line says beside them is nobody's contract.
 
 The folder holds tiny.yaml with its finished run runs/tiny, the same with another seed in other/,
-a teacher with a compression network in compressed/, a store in several shards (shards.zarr), and
-pictures.yaml with the images of pictures/train/{cat,dog}.
+a teacher with a compression network in compressed/, a store in several shards (shards.zarr), other
+teachers in vit/ and local/, a trained ViT in weights/, images in elsewhere/, and pictures.yaml with
+those of pictures/train/{cat,dog}, on which plain/ was trained.
 """
 
 from __future__ import annotations
@@ -12,34 +14,35 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
+import damage
 from stores import edit_root
 
 Change = Callable[[Path], Any]
 
 
+STORE, CHUNK = "StoreError", "CorruptChunk"
+PROBLEM = "problem"
+"""Not an error: what ``verify`` finds, on stdout and with exit code 1."""
+
+
 class Row(NamedTuple):
     command: str
-    message: str
+    names: str
     change: Change | None = None
-    code: int = 2
+    kind: str = "UserError"
 
 
 # What is done to the folder before the command
-
-
-def put(path: Path, content: bytes) -> None:
-    """Writes a new file. The old one may be linked to from elsewhere, and stays."""
-    path.unlink(missing_ok=True)
-    path.write_bytes(content)
 
 
 def write(name: str, content: str | bytes) -> Change:
     def change(folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        put(path, content.encode() if isinstance(content, str) else content)
+        damage.put(path, content.encode() if isinstance(content, str) else content)
 
     return change
 
@@ -64,31 +67,18 @@ def replace(name: str, source: str) -> Change:
 
 
 def cut(name: str) -> Change:
-    """Keeps the first half of a file."""
-
-    def change(folder: Path) -> None:
-        content = (folder / name).read_bytes()
-        put(folder / name, content[: len(content) // 2])
-
-    return change
+    return lambda folder: damage.cut(folder / name)
 
 
-def flip(name: str, at: float = 0.5) -> Change:
-    """Flips a bit of a file, at a share of its length."""
-
-    def change(folder: Path) -> None:
-        content = bytearray((folder / name).read_bytes())
-        content[int(at * len(content))] ^= 4
-        put(folder / name, content)
-
-    return change
+def flip(name: str, share: float = 0.5, bit: int = 2) -> Change:
+    return lambda folder: damage.flip(folder / name, share, bit)
 
 
 def edit(name: str, old: str, new: str) -> Change:
     def change(folder: Path) -> None:
         text = (folder / name).read_text()
         assert old in text
-        put(folder / name, text.replace(old, new).encode())
+        damage.put(folder / name, text.replace(old, new).encode())
 
     return change
 
@@ -105,6 +95,15 @@ def link(target: str) -> Callable[[Path], Any]:
     return lambda path: path.symlink_to(target)
 
 
+def only_class(name: str) -> Change:
+    """A folder 'new' of images of one class."""
+    return both(make("new", Path.mkdir), copy(f"pictures/train/{name}", f"new/{name}"))
+
+
+def copy(source: str, name: str) -> Change:
+    return lambda folder: shutil.copytree(folder / source, folder / name)
+
+
 def both(*changes: Change) -> Change:
     def change(folder: Path) -> None:
         for one in changes:
@@ -118,19 +117,20 @@ def attributes(name: str, **values: Any) -> Change:
     return lambda folder: edit_root(folder / name, **values)
 
 
-def options(command: str, *cases: tuple[str, str]) -> list[Row]:
-    """Rows of one command: what follows it, and the message."""
-    return [Row(f"{command} {more}", message) for more, message in cases]
+def options(command: str, *cases: tuple[str, ...]) -> list[Row]:
+    """Rows of one command: what follows it, what is named, and the kind."""
+    return [Row(f"{command} {more}", names, None, *kind) for more, names, *kind in cases]
 
 
 def settings(*cases: tuple[str, str], command: str = "run tiny.yaml --run-dir new") -> list[Row]:
-    """Rows of ``--set``: the settings, separated by `` & ``, and the message."""
+    """Rows of ``--set``: the settings, separated by `` & ``, and what is named."""
     return [
-        Row(f"{command} " + " ".join(f"--set '{one}'" for one in changed.split(" & ")), message)
-        for changed, message in cases
+        Row(f"{command} " + " ".join(f"--set {quote(one)}" for one in changed.split(" & ")), names)
+        for changed, names in cases
     ]
 
 
+SECTIONS = ("phase_a", "phase_b", "baseline")
 CHECKPOINT_A = "runs/tiny/phase_a/checkpoint"
 STATE_A = f"{CHECKPOINT_A}/state.pt"
 ROWS_A = f"{CHECKPOINT_A}/rows.0001.0000.pt"
@@ -142,425 +142,778 @@ RESUME_A = "phase-a tiny.yaml --run-dir runs/tiny --resume"
 RESUME_B = "phase-b --run-dir runs/tiny --resume"
 NEW_STUDENT = "phase-b --run-dir runs/tiny --name new"
 INSPECT = f"inspect {MAPS}"
-PLAN = "plan tiny.yaml"
 COMPARE = "compare tiny.yaml --run-dir new"
+MODEL = f"local-dir:{STUDENT}/student"
+OF_MODEL = f"--model {MODEL} --images pictures"
+ATTENTIONS = "standard belief belief_star xsa belief2 attentionx gaussian"
+STORE_KINDS = "gaussian embedding prior dense topk"
 
 COMMAND_LINE = [
-    Row("nonsense", "nonsense"),
-    Row("--nonsense", "--nonsense"),
+    Row("nonsense", "nonsense", kind="UsageError"),
+    Row("--nonsense", "--nonsense", kind="NoSuchOption"),
+    Row("--import absent.py train", "absent.py"),
+    Row("--import wrong.py train", "wrong.py ZeroDivisionError", write("wrong.py", "1 / 0")),
+    Row("settings phase", "phase digits"),
     *(
-        Row(f"{command} --run-dir {folder}", f"{folder} is not a run directory")
+        Row(f"{command} --run-dir {folder}", f"{folder} config.yaml")
         for command in ("export-maps", "phase-b", "evaluate", "inspect --student belief --image 3")
         for folder in ("absent", "pictures")
     ),
-    Row("verify --run-dir absent", "absent"),
-    Row("export-student --run-dir absent", "not a run directory"),
-    Row("publish --out new --run-dir absent", "not a run directory"),
+    *(
+        Row(f"{command} --run-dir absent", "absent config.yaml")
+        for command in ("verify", "export-student", "publish --out new", f"view {MAPS}")
+    ),
     *options(
         "run",
-        ("--student beleif", "belief"),
-        ("--run-dir", "--run-dir"),
-        ("--set", "--set"),
-        ("--resume", "--resume"),
-        ("absent.yaml", "absent.yaml"),
-        ("tiny.yaml --run-dir tiny.yaml", "not a run directory"),
-        ("tiny.yaml --run-dir /dev/null", "/dev/null"),
-        ("tiny.yaml --run-dir runs/tiny --set seed=1", "seed is 0, asked 1"),
-        ("tiny.yaml --run-dir runs/tiny --set train.epochs=2", "train.epochs"),
-        ("pictures.yaml --run-dir runs/tiny", "other settings"),
-        (f"tiny.yaml --run-dir {'n' * 300}", "nnn"),
+        ("--student beleif", f"--student beleif {ATTENTIONS}", "BadParameter"),
+        ("--run-dir", "--run-dir", "BadOptionUsage"),
+        ("--set", "--set", "BadOptionUsage"),
+        ("--resume", "--resume", "NoSuchOption"),
+        ("absent.yaml", "absent.yaml digits_expected"),
+        ("tiny.yaml --run-dir tiny.yaml", "tiny.yaml --run-dir"),
+        ("tiny.yaml --run-dir /dev/null", "/dev/null", "FileExistsError"),
+        ("tiny.yaml --run-dir runs/tiny --set seed=1", "runs/tiny seed 0 1"),
+        ("tiny.yaml --run-dir runs/tiny --set train.epochs=2", "runs/tiny train.epochs 1 2"),
+        ("pictures.yaml --run-dir runs/tiny", "runs/tiny data.name digits folder"),
+        (f"tiny.yaml --run-dir {'n' * 300}", f"{'n' * 300}/config.yaml", "OSError"),
+        ("digits --data pictures", "digits --data"),
+        ("--data pictures --run-dir new --set data.root=x", "--set data.root --data"),
+        ("--data elsewhere --run-dir plain", "plain --run-dir"),
     ),
     *options(
         "phase-a tiny.yaml",
-        ("", "--resume"),
-        ("--run-dir runs/tiny --resume --set phase_a.mode=stochastic", "phase_a.mode"),
+        ("", "runs/tiny --resume --run-dir"),
+        (
+            "--run-dir runs/tiny --resume --set phase_a.mode=stochastic",
+            "runs/tiny phase_a.mode expected stochastic",
+        ),
     ),
     *options(
         "train tiny.yaml",
-        ("", "already exists"),
-        ("--resume --set seed=1", "seed is 0, asked 1"),
-        ("--student beleif", "belief"),
-        ("--run-dir new --set 'model.student_args={num_heads: 3}'", "cannot be built"),
-        ("--run-dir new --set data.train_images=99999", "data.train_images"),
+        ("", "runs/tiny/plain/standard --resume --run-dir"),
+        ("--resume --set seed=1", "runs/tiny seed 0 1"),
+        ("--student beleif", f"--student beleif {ATTENTIONS}", "BadParameter"),
+        ("--student Belief3", f"--student Belief3 {ATTENTIONS}", "BadParameter"),
+        ("--run-dir new --set 'model.student_args={num_heads: 3}'", "model.student_args num_heads"),
+        ("--run-dir new --set data.train_images=99999", "data.train_images 1437"),
+        (
+            "--student xsa --set 'model.attention_options={zz: true}'",
+            "runs/tiny model.attention_options",
+        ),
     ),
     *options(
         "export-maps",
-        ("--kind gauss", "--kind"),
-        ("--kind embedding --overwrite", "--kind embedding"),
-        ("--kind dense", "--overwrite"),
-        ("--encoding int8", "--encoding"),
-        ("--k 0", "--k"),
-        ("--k 3 --overwrite", "--k 3: a store of the kind gaussian has no k"),
-        ("--kind topk --k 99 --overwrite", "--k 99"),
-        ("--views 0", "--views"),
-        ("--teacher local-dir:absent", "--out"),
-        ("--teacher local-dir:absent --out new.zarr", "there is no folder"),
-        ("--teacher nonsense --out new.zarr", "timm has no weights"),
-        ("--teacher vit --out new.zarr", "is trained by phase A"),
-        ("--shard-mb inf --overwrite", "--shard-mb inf"),
-        ("--shard-mb 1e300 --overwrite", "shard"),
-        ("--overwrite --repair", "--repair"),
-        ("", "--overwrite"),
+        ("--kind gauss", f"--kind gauss {STORE_KINDS}"),
+        ("--kind embedding --overwrite", "--kind embedding phase_a.per_image gaussian dense"),
+        ("--kind embedding", "--kind embedding phase_a.per_image"),
+        ("--kind prior --out new.zarr", "--kind prior phase_a.per_image gaussian dense"),
+        ("--kind dense", f"{MAPS} --overwrite --repair"),
+        ("--kind gaussian", f"{MAPS} --overwrite --repair"),
+        ("--kind dense --repair", f"{MAPS} kind dense gaussian --overwrite", "StoreError"),
+        ("--encoding int8", "--encoding float16 uint8", "BadParameter"),
+        ("--k 0", "--k 1", "BadParameter"),
+        ("--k 3 --overwrite", "--k 3 gaussian"),
+        ("--kind topk --k 99 --overwrite", "--k 99 16"),
+        ("--views 0", "--views 2", "BadParameter"),
+        ("--teacher local-dir:absent", f"--teacher local-dir:absent {MAPS} --out"),
+        ("--teacher local-dir:absent --out new.zarr", "local-dir:absent absent"),
+        ("--teacher nonsense --out new.zarr", "phase_a.teacher nonsense vit local-dir:FOLDER"),
+        ("--teacher vit --out new.zarr", "--teacher vit phase_a.teacher"),
+        ("--shard-mb inf --overwrite", "--shard-mb inf 4000"),
+        ("--shard-mb 1e300 --overwrite", "--shard-mb 1e+300 4000"),
+        ("--overwrite --repair", "--overwrite --repair"),
+        ("", f"{MAPS} --overwrite --repair"),
         ("--out ''", "--out"),
-        ("--out pictures/train/cat/0.png/maps.zarr", "0.png"),
-        ("--out ftp://x/y", "ftp://x/y"),
-        ("--out ~nosuchuser/x", "~nosuchuser/x: there is no such user"),
-        ("--run-dir ~nosuchuser/x", "~nosuchuser/x is not a run directory"),
-        ("--out s3://", "s3://"),
-        ("--out absent.zarr --repair", "no attention-map store"),
-        ("--out pictures --repair", "pictures: is not empty"),
-        ("--out shards.zarr --kind dense --repair", "another export is there"),
+        ("--out pictures/train/cat/0.png/maps.zarr", "0.png/maps.zarr", "StoreError"),
+        *((f"--out {url}", url, "StoreError") for url in ("ftp://x/y", "s3://", "s3:", "file://")),
+        ("--out file://elsewhere/maps", "file://elsewhere/maps", "StoreError"),
+        ("--out /", "/", "StoreError"),
+        ("--out ~nosuchuser/x", "~nosuchuser/x ./~nosuchuser/x", "StoreError"),
+        ("--run-dir ~nosuchuser/x", "~nosuchuser/x config.yaml"),
+        ("--out absent.zarr --repair", "absent.zarr", "StoreError"),
+        ("--out pictures --repair", "pictures", "StoreError"),
+        (
+            "--out shards.zarr --kind dense --repair",
+            "shards.zarr kind dense gaussian --overwrite",
+            "StoreError",
+        ),
+        ("--run-dir vit --kind embedding", "--kind embedding topk dense"),
+        ("--run-dir vit --kind prior", "--kind prior topk dense"),
+        ("--run-dir vit --set phase_a.teacher_args.depth=3", "phase_a.teacher_args --teacher"),
+        ("--run-dir vit --set export.k=4", "--set phase_a.teacher_args"),
+        ("--run-dir local --out new.zarr", "--out"),
+    ),
+    *options(
+        "export-maps",
+        ("--images x", "--model --images"),
+        (OF_MODEL, "--out"),
+        (f"{OF_MODEL} --out new --views 2", "--views"),
+        (f"{OF_MODEL} --out new --kind prior", "--kind prior topk dense"),
+        ("--image-size 32", "--image-size --model"),
+        (f"--model {MODEL} --images none --out new", "none"),
+        ("--model resnet18.a1_in1k --images pictures --out new", "resnet18.a1_in1k --download"),
     ),
     *options(
         "phase-b --run-dir runs/tiny",
-        ("", "already exists"),
-        ("--student beleif", "belief"),
-        ("--no-distill", "already exists"),
-        ("--no-distill --name x --maps shards.zarr", "--maps"),
-        ("--name a/b", "--name"),
-        ("--name é", "--name"),
-        ("--name 'a\nb'", "--name"),
-        ("--name '\x1b[31m'", "--name"),
-        (f"--name {'n' * 200}", "--name"),
-        ("--name belief", "is the name of an attention"),
-        ("--name new --maps absent.zarr", "no attention-map store"),
-        ("--name new --maps compressed/maps.zarr --set phase_b.warm_start=x", "warm_start"),
+        ("", f"{STUDENT} --resume --name"),
+        ("--student beleif", f"--student beleif {ATTENTIONS}", "BadParameter"),
+        ("--no-distill", "runs/tiny/plain/standard --resume --name"),
+        ("--no-distill --name x --maps shards.zarr", "--maps shards.zarr --no-distill"),
+        ("--name a/b", "--name a/b"),
+        ("--name é", "--name é"),
+        ("--name 'a\nb'", r"--name a\nb"),
+        ("--name '\x1b[31m'", r"--name \x1b[31m"),
+        (f"--name {'n' * 200}", f"--name {'n' * 200} 100"),
+        ("--name belief", "--name belief standard"),
+        ("--name new --maps absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
+        (
+            "--name new --maps compressed/maps.zarr --set phase_b.warm_start=x",
+            "--set phase_b.warm_start none teacher slice exact x",
+        ),
         ("--name new --maps ''", "--maps"),
-        ("--name new --set phase_a.max_epochs=3", "belongs to the run"),
-        ("--name new --set model.args.depth=2", "--set model.args.depth: belongs to the run"),
-        ("--resume --set train.epochs=3", "train.epochs"),
-        ("--name new --epochs 3 --set train.epochs=4", "--epochs 3: is train.epochs"),
-        ("--name new --lr 1 --set train={epochs:1}", "--lr 1.0: is train.optim.lr"),
-        ("--name new --seed -1", "--seed"),
-        ("--name new --lr 0", "train.optim.lr"),
-        ("--student belief2 --resume --name standard", "is the name of an attention"),
+        ("--name new --set phase_a.max_epochs=3", "--set phase_a.max_epochs --run-dir"),
+        ("--name new --set model.args.depth=2", "--set model.args.depth --run-dir"),
+        ("--resume --set train.epochs=3", f"{CHECKPOINT_B} train.epochs 1 3"),
+        ("--name new --epochs 3 --set train.epochs=4", "--epochs 3 --set train.epochs"),
+        ("--name new --lr 1 --set train={epochs:1}", "--lr train.optim.lr --set train"),
+        ("--name new --seed -1", "--seed 0", "BadParameter"),
+        ("--name new --lr 0", "train.optim.lr 0"),
+        ("--student belief2 --resume --name standard", "--name standard belief2"),
     ),
     *options(
         "evaluate",
-        ("--student belief", "phase-b"),
-        ("--test", "no test split"),
-        ("--run-dir compressed", "no student"),
-        ("extra", "extra"),
+        ("--student belief", "runs/tiny/phase_b/belief/student phase-b standard"),
+        ("--test", "digits test val"),
+        ("--run-dir compressed", "compressed phase-b"),
+        ("extra", "extra", "UsageError"),
+        ("--data pictures", "--data pictures train 0 9"),
+        ("--run-dir plain --data x", "x"),
     ),
     *options(
         "export-student",
-        ("--student belief", ""),
-        ("--out pictures", ""),
-        ("--out absent/x.onnx", ""),
-        ("--format torch", "--format"),
+        ("--student belief", "runs/tiny/phase_b/belief/student phase-b standard"),
+        ("--out pictures", "--out pictures"),
+        ("--out absent/x.onnx", "--out absent/x.onnx absent"),
+        ("--format torch", "--format torch onnx pt2", "BadParameter"),
     ),
     *options(
         "publish",
-        ("", "--out"),
-        ("absent --out new", "phase-b"),
-        ("--out pictures", "is there already"),
+        ("", "--out", "MissingParameter"),
+        ("absent --out new", "runs/tiny/phase_b/absent/student phase-b standard"),
+        ("--out pictures", "--out pictures"),
     ),
     *options(
         INSPECT,
-        ("--image 40", "0 to 39"),
-        ("--image -1", "0 to 39"),
-        (f"--image {'9' * 5000}", "--image"),
-        ("--image 0 --layer 99", "--layer 99"),
-        ("--image 0 --head ²", "--head"),
-        ("--image 0 --head 2", "--head 2"),
-        ("--image 0 --query 16", "--query 16"),
-        ("--image 0 --png a.txt", "--png"),
-        ("--image 0 --png absent/a.png", "absent"),
-        ("--png a.png", "--image"),
-        ("--head 0", "--image"),
-        ("--student standard", "not both"),
-    ),
-    *options(
-        "view --no-open",
-        ("absent.zarr", "no attention-map store"),
-        ("--student belief", "there are standard"),
-        ("--port 0", "--port"),
-        (f"{MAPS} --html a.html --image 40", "0 to 39"),
+        ("--image 40", "--image 40 0 39"),
+        ("--image -1", "--image -1 0 39"),
+        (f"--image {'9' * 5000}", "--image", "BadParameter"),
+        (f"--image 0 --head {'9' * 5000}", "--head"),
+        (f"--image 0 --query {'9' * 5000}", "--query"),
+        ("--image 0 --layer 99", "--layer 99 0"),
+        ("--image 0 --head ²", "--head ² 0 1 mean"),
+        ("--image 0 --head 2", "--head 2 0 1"),
+        ("--image 0 --query 16", "--query 16 0 15"),
+        ("--image 0 --png a.txt", "--png a.txt .png"),
+        ("--image 0 --png absent/a.png", "--png absent/a.png absent"),
+        ("--png a.png", "--png a.png --image"),
+        ("--head 0", "--head 0 --image"),
+        ("--student standard", "STORE --student"),
     ),
     *options(
         "inspect",
-        ("absent.zarr", "no attention-map store"),
-        ("''", "no attention-map store"),
-        ("http://x/y", "http://x/y"),
-        ("--student belief --image 3", "phase-b"),
-        ("--student standard --image 40", "0 to 39"),
-        ("--student standard --image 0 --layer 1", "--layer 1"),
+        ("absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
+        ("''", "zarr.json", "UnfinishedStore"),
+        ("http://x/y", "http://x/y", "StoreError"),
+        ("--student belief --image 3", "runs/tiny/phase_b/belief/student phase-b standard"),
+        ("--student standard --image 40", "--image 40 0 39"),
+        ("--student standard --image 0 --layer 1", "--layer 1 0"),
     ),
+    *options(
+        "view --no-open",
+        ("absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
+        ("--student belief", "--student belief runs/tiny standard"),
+        ("--port 0", "--port 1", "BadParameter"),
+        (f"{MAPS} --html a.html --image 40", "40 0 39"),
+        ("shards.zarr --image 40", "40 0 39"),
+        ("shards.zarr --html a.txt --image 1", "--html a.txt .html"),
+        ("shards.zarr --html absent/a.html --image 1", "--html absent/a.html absent"),
+        ("shards.zarr --student standard", "--student --run-dir"),
+    ),
+    *options(
+        "view --no-open --images pictures --image-size 33 --model",
+        ("swin_tiny_patch4_window7_224 --random-weights", "swin_tiny_patch4_window7_224"),
+        ("resnet18 --random-weights", "resnet18"),
+        ("no_such_model", "no_such_model"),
+        ("hf-hub:a/b/c", "hf-hub:a/b/c"),
+        ("vit_tiny_patch16_224 --random-weights", "--image-size 33"),
+        (f"{MODEL} --random-weights", "--random-weights"),
+        ("vit_tiny_patch16_224 --random-weights --download", "--random-weights --download"),
+        ("vit_tiny_patch16 --random-weights", "vit_tiny_patch16"),
+    ),
+    *options(
+        "predict",
+        (f"{STUDENT}/student absent.png", "absent.png"),
+        (f"{STUDENT}/student ''", "PATHS .", "BadParameter"),
+        (f"{STUDENT}/student /dev/null", "/dev/null"),
+        (f"{STUDENT}/student pictures --out absent/p.csv", "absent/p.csv absent"),
+        (f"{STUDENT}/student pictures --top 0", "--top 1", "BadParameter"),
+        ("pictures pictures/train/cat/0.png", "pictures/config.json"),
+        ("no_such_model pictures", "no_such_model"),
+        ("~nosuchuser/x pictures", "~nosuchuser/x"),
+        (
+            "vit_tiny_patch16_224.augreg_in21k pictures",
+            "vit_tiny_patch16_224.augreg_in21k --download",
+        ),
+    ),
+    Row(f"predict {STUDENT}/student new", "new", make("new", Path.mkdir)),
+    Row("predict pictures", "runs/ phase-a --run-dir", remove("runs")),
     *options(
         "verify",
-        ("absent.zarr", "no attention-map store"),
-        ("pictures.yaml --teacher", "pictures.yaml"),
-        (f"{MAPS} --sample 0 --teacher", "--sample"),
-        (f"{MAPS} --teacher --run-dir absent", "not a run directory"),
-        (f"{MAPS} --teacher --run-dir other", "another teacher"),
-        ("shards.zarr --teacher", "not a run directory"),
+        ("absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
+        ("pictures.yaml --teacher", "pictures.yaml zarr.json", "UnfinishedStore"),
+        (f"{MAPS} --sample 0 --teacher", "--sample 1", "BadParameter"),
+        (f"{MAPS} --teacher --run-dir absent", "absent config.yaml"),
+        (f"{MAPS} --teacher --run-dir other", f"{MAPS} teacher", "StoreError"),
+        ("shards.zarr --teacher", "config.yaml phase-a --run-dir"),
+        ("--run-dir local", "local"),
     ),
+    Row("inspect --run-dir local", "local"),
+    Row("view --no-open --run-dir local --html x.html --image 0", "local"),
     *options(
-        PLAN,
-        ("--steps -1", "--steps"),
-        ("--images 10", "--classes"),
-        ("--images 10 --classes 2 --set model.name=resnet18", "model.name"),
-        ("--set data.workers=1000000", "data.workers"),
-        ("--run-dir /dev/null/x --set seed=x", "seed"),
+        "plan tiny.yaml",
+        ("--steps -1", "--steps", "NoSuchOption"),
+        ("--images 10", "--images --classes"),
+        ("--images 10 --classes 2 --set model.name=resnet18", "model.name resnet18"),
+        ("--set data.workers=1000000", "--set data.workers 1024 1000000"),
+        ("--run-dir /dev/null/x --set seed=x", "--set seed x"),
+        ("--train --world-size 2", "--world-size"),
+        ("--world-size 3 --set data.buckets=4", "4 3"),
     ),
     *options(
         COMPARE,
-        ("--students beleif", "--students"),
-        ("--seeds 2147483648", "--seeds"),
-        ("--seeds 0,x", "--seeds"),
-        ("--targets nan", "--targets"),
-        ("--targets 84", "less than or equal to 1"),
-        ("--jobs 0", "--jobs"),
-        ("--row prior", "prior alone"),
-        ("--sweep none", "loss_weights"),
-        ("--sweep tiny.yaml", "a sweep is a list"),
-        ("--test", "no test split"),
+        ("--students beleif", f"--students beleif {ATTENTIONS}"),
+        ("--seeds 2147483648", "--seeds 2147483648"),
+        ("--seeds 0,x", "--seeds 0,x x"),
+        ("--targets nan", "--targets nan 1"),
+        ("--targets 84", "--targets 84 1"),
+        ("--jobs 0", "--jobs 1", "BadParameter"),
+        ("--row prior", "--row prior distilled"),
+        ("--sweep none", "none loss_weights"),
+        ("--sweep tiny.yaml", "tiny.yaml"),
+        ("--test", "--test digits"),
     ),
-    Row("compare tiny.yaml --run-dir runs/tiny", "holds no comparison"),
-    Row("compare tiny.yaml --run-dir tiny.yaml", "tiny.yaml"),
+    Row("compare tiny.yaml --run-dir runs/tiny", "runs/tiny --run-dir"),
+    Row("compare tiny.yaml --run-dir tiny.yaml", "tiny.yaml --run-dir"),
 ]
 
 MODEL_ARGS = (
-    *("num_heads=3", "embed_dim=15", "patch_size=3", "patch_size=16", "patch_size=[2]"),
-    *("patch_size=[2,3,4]", "patch_size=[]", "nonsense=1", "class_token=true", "reg_tokens=2"),
+    *(
+        "num_heads=3",
+        "embed_dim=15",
+        "patch_size=[2]",
+        "patch_size=[]",
+        "nonsense=1",
+        "class_token=true",
+        "reg_tokens=2",
+    ),
     *("pos_embed=x", "global_pool=x", "act_layer=x", "norm_layer=x", "block_fn=x", "mlp_layer=x"),
     *("embed_layer=x", "weight_init=x", "init_values=x"),
+)
+SAID_ELSEWHERE = ("img_size", "in_chans", "num_classes", "pretrained", "device", "attention")
+
+SYNTAX = settings(
+    ("sed=1", "--set sed seed"),
+    ("epochs=3", "--set epochs train.epochs"),
+    ("phase_b.epohcs=3", "--set phase_b.epohcs phase_b.epochs train.epochs"),
+    ("phase_a.epochs=3", "--set phase_a.epochs phase_a.max_epochs train.epochs"),
+    ("phase_b.attention_options={}", "--set phase_b.attention_options model.attention_options"),
+    ("lr=0.1", "--set lr train.optim.lr"),
+    ("phase_a.lr=0.1", "--set phase_a.lr phase_a.optim.lr"),
+    ("phase_bb.epochs=3", "--set phase_bb phase_b"),
+    ("baseline.optim.rl=1", "--set baseline.optim rl lr"),
+    ("train.optim.ema=1", "--set train.optim.ema 1"),
+    ("baseline.optim.lr=0", "--set baseline.optim lr 0"),
+    ("phase_a.mode=random", "--set phase_a.mode stochastic expected random"),
+    ("train.epochs", "--set train.epochs"),
+    ("=1", "--set"),
+    (".=1", "--set"),
+    ("data.name.x=1", "data.name"),
+    ("seed=2147483648", "--set seed 2147483648"),
+    ("threads=3000000000", "--set threads 3000000000"),
+    ("seed=[1", "--set seed=[1"),
+    ("data.name=!!timestamp x", "--set data.name=!!timestamp"),
+    ("data.name=!!python/object:os.system x", "--set data.name=!!python/object:os.system"),
+    ("seed=\x01", "--set"),
+    ("model.args={depth: 1, depth: 2}", "--set depth"),
+    ("model.args={depth:1}", "model.args depth:1"),
+    ("model.args={num_heads: [2]}", "model.args num_heads"),
+    ("model.args={depth: 1001}", "model.args depth 1000"),
+    ("model.args={embed_dim: 1e9}", "model.args embed_dim"),
+    ("model.args={patch_size: x}", "model.args patch_size"),
+    ("model.args={mlp_ratio: null}", "model.args mlp_ratio"),
+    ("model.args={drop_rate: 2}", "model.args drop_rate 2"),
+    ("model.args={pos_drop_rate: true}", "model.args pos_drop_rate"),
+    ("model.args={patch_drop_rate: 0.5}", "model.args patch_drop_rate train.patch_drop_rate"),
+    *((f"model.args={{{name}: 1}}", f"model.args {name}") for name in SAID_ELSEWHERE),
+    ("model.args={stem: conv} & model.stem=patch", "model.args stem model.stem"),
+    ("model.stem=cnn", "model.stem patch conv cnn"),
+    ("model.args={qkv_bias: maybe}", "model.args qkv_bias maybe"),
+    ("model.args={a: &a [*a]}", "--set model.args={a:"),
+    ("data.scaling={std: [1.e-320]}", "data.scaling std.0"),
+    ("data.scaling={mean: []}", "data.scaling mean 1"),
+    ("data.scaling={mean: [true]}", "data.scaling mean.0"),
+    ("data.scaling={mean: ['0']}", "data.scaling mean.0"),
+    ("phase_a.local.std=[0.7, 0]", "phase_a.local.std.1 0"),
+    ("phase_a.local.std=[-1]", "phase_a.local.std.0 0"),
+    ("phase_a.local.std=[.nan]", "phase_a.local.std.0 0"),
+    ("phase_a.local.std=[]", "phase_a.local.std 1"),
+    ("phase_a.prior=false & phase_a.per_image=none", "phase_a prior false per_image none"),
+    ("phase_a.teacher_args={depth: 2}", "phase_a teacher_args model.args"),
+    (
+        "phase_a.teacher=vit & phase_a.teacher_args={img_size: 3}",
+        "phase_a img_size data.image_size",
+    ),
+    ("phase_a.teacher=vit & phase_a.teacher_args={depth:3}", "phase_a.teacher_args depth:3"),
+    ("phase_b.warm_start=exact", "phase_b.warm_start=exact phase_a.per_image=none"),
+    ("phase_b.alpha=0 & phase_b.beta=0 & phase_b.gamma=0", "phase_b alpha beta gamma 0"),
+    ("phase_b.warm_start=slice", "phase_b.warm_start=slice phase_a.teacher=vit"),
+    command="plan tiny.yaml --run-dir new",
+)
+
+EXACT = (
+    "phase_a.per_image=none & phase_b.warm_start=exact & model.attention_options={prior: true} & "
 )
 
 SETTINGS = [
     *settings(
-        # what the loader refuses is in test_config
-        ("device=meta", "device"),
-        ("device=cuda:99", "device"),
-        ("device=hpu", "device: 'hpu' cannot be used: No module named 'torch.hpu'"),
-        ("data.name=digitz", "unknown data set 'digitz'"),
-        ("data.name=torch/cifar10", "download=true"),
-        ("data.name=folder", "data.root"),
-        ("data.name=folder & data.root=~nosuchuser/x", "~nosuchuser/x"),
-        ("data.name=fashion_mnist & data.root=absent", "apt-get install dataset-fashion-mnist"),
-        ("data.train_images=9", "class by class"),
-        ("data.train_images=100000", "has 1437 training images"),
-        ("data.image_size=9", "8 or 10 would fit"),
-        ("data.image_size=1000000000000", "data.image_size"),
-        ("model.name=gauvit_atto", "did you mean 'gauvit_atto_patch4_32'"),
-        ("model.name=vit_tiny_patch16_224", "has no choice of attentions"),
-        ("model.name=hf-hub:nobody/nothing", "model.name"),
-        ("model.name=gauvit_converted", "gauvit_converted cannot be built"),
+        ("device=meta", "device meta"),
+        ("device=cuda:99", "device cuda:99"),
+        ("device=hpu", "device hpu torch.hpu"),
+        ("data.name=digitz", "data.name digitz digits fashion_mnist folder torch/NAME"),
+        ("data.name=torch/cifar10", "torch/cifar10 data.root download=true"),
+        ("data.name=folder", "data.root data/train"),
+        ("data.name=folder & data.root=~nosuchuser/x", "data.root ~nosuchuser/x/train"),
+        (
+            "data.name=fashion_mnist & data.root=absent",
+            "fashion_mnist absent/train-images-idx3-ubyte.gz dataset-fashion-mnist",
+        ),
+        ("data.train_images=9", "data.train_images 9 1437 10"),
+        ("data.train_images=100000", "data.train_images 100000 1437"),
+        ("data.image_size=9", "data.image_size 9 8 10 model.args.patch_size"),
+        *(
+            (f"model.args.patch_size={size}", "data.image_size 8 model.args.patch_size")
+            for size in ("3", "16", "[2,3,4]")
+        ),
+        ("data.image_size=1000000000000", "data.image_size 1000000000000"),
+        ("data.image_size=12 & model.args.patch_size=6 & model.stem=conv", "6"),
+        ("model.name=gauvit_atto", "model.name gauvit_atto gauvit_atto_patch4_32"),
+        ("model.name=vit_tiny_patch16_224", "model.name vit_tiny_patch16_224 gauvit_pico_patch2_8"),
+        ("model.name=hf-hub:nobody/nothing", "model.name hf-hub:nobody/nothing"),
+        ("model.name=gauvit_converted", "model.args gauvit_converted"),
         *((f"model.args.{argument}", argument.split("=")[0]) for argument in MODEL_ARGS),
-        ("phase_a.teacher=local-dir:absent", "there is no folder"),
-        ("phase_a.teacher=vit & phase_a.teacher_args={nonsense: 3}", "nonsense"),
-        ("phase_a.optim.name=adamx", "optim.name"),
-        ("phase_a.optim.name=lbfgs", "optim"),
-        ("phase_a.optim.schedule=plateau", "optim.schedule"),
-        ("phase_a.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
-        ("phase_b.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
-        ("baseline.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr"),
-        ("phase_a.optim.schedule_args={nonsense: 1}", "nonsense"),
+        ("model.student_args={patch_size: 3}", "model.student_args.patch_size"),
+        ("phase_a.teacher=local-dir:absent", "phase_a.teacher gaussian vit local-dir:FOLDER"),
+        (
+            "phase_a.teacher=vit & phase_a.teacher_args={nonsense: 3}",
+            "phase_a.teacher_args nonsense",
+        ),
+        (
+            "phase_a.teacher=vit & phase_a.teacher_args={num_heads: 5}",
+            "phase_a.teacher_args num_heads",
+        ),
+        (
+            "phase_a.teacher=vit & phase_a.teacher_args={depth: 3, embed_dim: 48} "
+            "& phase_b.head_map=[5, 5]",
+            "phase_b.head_map",
+        ),
+        ("phase_a.optim.name=adamx", "optim.name adamx"),
+        ("phase_a.optim.name=lbfgs", "optim.name lbfgs"),
+        ("phase_a.optim.schedule=plateau", "optim.schedule plateau"),
+        *((f"{section}.optim.min_lr=1", "optim.min_lr 1 optim.lr 0.004") for section in SECTIONS),
+        ("phase_a.optim.schedule_args={nonsense: 1}", "optim.schedule nonsense"),
         (
             "phase_a.optim.schedule_args={decay_epochs: 0} & phase_a.optim.schedule=step "
             "& phase_a.max_epochs=3",
-            "schedule",
+            "optim.schedule step decay_epochs",
         ),
-        ("phase_a.optim.schedule_args={step_on_epochs: true}", "schedule"),
+        ("phase_a.optim.schedule_args={step_on_epochs: true}", "optim.schedule step_on_epochs"),
         (
             "phase_a.teacher=vit & model.attention=gaussian & phase_b.warm_start=teacher",
-            "a trained ViT has none",
+            "phase_b.warm_start=none phase_a.teacher=gaussian",
         ),
-        ("model.attention=gaussian & model.args={class_token: true}", "register token"),
-        ("model.attention_options={prior: 1}", "prior"),
-        ("model.attention_options={nonsense: 1}", "nonsense"),
-        ("model.attention=attentionx & model.attention_options={gamma: null}", "gamma"),
-        ("model.attention=attentionx & model.attention_options={gamma: .nan}", "finite number"),
-        ("model.attention=attentionx & model.attention_options={mask_diagonal: 7}", "diagonal"),
-        ("model.student_args={depth: 2} & phase_b.layer_map=[0]", "layer_map"),
-        ("model.args={qkv_bias: maybe}", "qkv_bias"),
-        ("model.args={a: &a [*a]}", "not a YAML value"),
-        ("model.student_args={num_heads: 4}", "heads"),
-        ("phase_b.layer_map=[1]", "layer_map"),
-        ("phase_b.warm_start=teacher & model.student_args={mlp_ratio: 3}", "warm_start"),
-        ("phase_b.warm_start=slice", "warm_start=slice is cut from a trained ViT"),
+        ("model.attention=gaussian & model.args={class_token: true}", "gaussian class_token"),
+        ("model.attention_options={prior: 1}", "prior 1 true false"),
+        ("model.attention_options={nonsense: 1}", "nonsense prior"),
+        ("model.attention=attentionx & model.attention_options={gamma: null}", "gamma None"),
+        ("model.attention=attentionx & model.attention_options={gamma: .nan}", "gamma nan"),
+        (
+            "model.attention=attentionx & model.attention_options={mask_diagonal: 7}",
+            "mask_diagonal 7 true false",
+        ),
+        ("model.student_args={depth: 2} & phase_b.layer_map=[0]", "phase_b.layer_map 2 0"),
+        ("model.student_args={num_heads: 4}", "phase_b.head_map=mean 2 4"),
+        ("phase_b.layer_map=[1]", "phase_b.layer_map 1 0"),
+        (
+            "phase_b.warm_start=teacher & model.student_args={mlp_ratio: 3}",
+            "phase_b.warm_start model.student_args",
+        ),
+        *(
+            (f"train.patch_drop_rate=0.5 & {student}", "train.patch_drop_rate 0")
+            for student in ("model.attention=gaussian", "model.attention_options={prior: true}")
+        ),
+        ("phase_a.teacher=vit & export.kind=embedding", "export.kind embedding topk dense"),
+        ("phase_a.teacher=vit & export.k=17", "export.k 17 16"),
+        ("phase_a.teacher=vit & export.views=2", "export.views 2 augment"),
+        ("phase_a.teacher=vit & export.kind=dense & export.k=4", "export.k 4 dense"),
+        ("export.views=3", "export.views 3"),
+    ),
+    *(
+        Row(
+            f"{command} tiny.yaml --run-dir new --set train.patch_drop_rate=0.5 --set '{student}'",
+            "train.patch_drop_rate 0",
+        )
+        for command in ("train", "plan")
+        for student in ("model.attention=gaussian", "model.attention_options={prior: true}")
     ),
     *settings(
-        ("phase_b.warm_start=teacher & model.student_args={mlp_ratio: 3}", "warm_start"),
+        (f"{EXACT}phase_a.teacher=vit", "phase_a.teacher=gaussian"),
+        (f"{EXACT}phase_a.per_image=table", "phase_a.per_image=none"),
+        (f"{EXACT}phase_a.mode=stochastic", "phase_a.mode=expected"),
+        (f"{EXACT}model.attention=belief2", "model.attention=standard"),
+        (f"{EXACT}model.attention_options={{}}", "prior:"),
+        (f"{EXACT}model.match_params=true", "model.match_params=false"),
+        (f"{EXACT}model.student_args={{depth: 3}}", "model.student_args"),
+        command="phase-a tiny.yaml --run-dir new",
+    ),
+    *settings(
+        ("phase_a.local.std=[1, 2, 3]", "phase_a.local.std 3 2"),
+        ("phase_b.layer_map=[0, 7]", "phase_b.layer_map 1"),
+        ("phase_b.warm_start=teacher", "phase_b.warm_start"),
+        ("phase_b.shuffle_maps=true", "phase_b.shuffle_maps phase_a.local.permuted"),
+        ("phase_b.beta=0 & phase_b.gamma=0 & phase_b.alpha=1", "phase_b.alpha"),
+        ("phase_a.teacher_args={img_size: 8}", "phase_a teacher_args local"),
+        command="phase-a tiny.yaml --run-dir new --set phase_a.teacher=local "
+        "--set phase_a.local.std=[0.8]",
+    ),
+    *settings(
+        ("device=nosuch", "device nosuch"),
+        ("baseline.optim.name=adamv", "optim.name adamv"),
+        ("baseline.optim.name=adahessian", "adahessian"),
+        ("phase_b.optim.lr=0.1", "phase_b.optim.lr train.optim.lr baseline.optim.lr"),
+        ("phase_b.epochs=3", "phase_b.epochs train.epochs baseline.epochs"),
+        ("model.attention_options={zz: true}", "zz"),
+        ("data.buckets=200", "data.buckets 200"),
+        command="train tiny.yaml --run-dir new",
+    ),
+    *settings(
+        ("phase_b.warm_start=teacher & model.student_args={mlp_ratio: 3}", "phase_b.warm_start"),
         command=NEW_STUDENT,
+    ),
+    *(
+        Row(f"train --data pictures --run-dir new {more}", names)
+        for more, names in (
+            (
+                "--model vit_tiny_patch16_224.augreg_in21k",
+                "vit_tiny_patch16_224.augreg_in21k --download",
+            ),
+            ("--model vit_tiny_patch16_224.nosuch", "vit_tiny_patch16_224.nosuch"),
+            ("--model resnet18.a1_in1k", "model.name resnet18.a1_in1k"),
+            ("--model local-dir:nosuch", "local-dir:nosuch nosuch"),
+            ("--model local-dir:pictures", "pictures/config.json"),
+        )
+    ),
+    *settings(
+        ("model.match_params=true", "model.match_params"),
+        ("model.attention=gaussian", "gaussian"),
+        ("model.args={qkv_bias: false}", "model.args"),
+        ("model.args={depth: 4}", "4 3"),
+        ("model.args={embed_dim: 26}", "26 24"),
+        ("data.scaling={mean: [1, 2]}", "data.scaling"),
+        ("data.scaling={std: [0]}", "data.scaling std.0"),
+        ("train.optim.args={layer_decay: x}", "adamw"),
+        command="train --data pictures --run-dir new --model local-dir:weights",
     ),
 ]
 
-YAML = [
-    # what the file may hold is in test_config
+PLACES = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a link to a folder": link("."),
+    "a link to itself": link("new.pt2"),
+    "a device": link("/dev/null"),
+    "a link to nowhere": link("absent/file"),
+}
+
+FILES = [
+    *(
+        Row("export-student --format pt2 --out new.pt2", "--out new.pt2", make("new.pt2", place))
+        for place in PLACES.values()
+    ),
     Row("run bad.yaml", "bad.yaml", make("bad.yaml", os.mkfifo)),
     Row("run bad.yaml", "bad.yaml", make("bad.yaml", link("bad.yaml"))),
     Row("run /dev/zero", "/dev/zero"),
-    Row(f"run {'x' * 5000}", "xxx"),
-    Row("compare bad.yaml --run-dir new", "seed", write("bad.yaml", "seed: x")),
+    Row(f"run {'x' * 5000}", f"{'x' * 5000}", kind="OSError"),
+    Row("compare bad.yaml --run-dir new", "bad.yaml seed x", write("bad.yaml", "seed: x")),
+    *(
+        Row("run bad.yaml", f"bad.yaml {names}", write("bad.yaml", content))
+        for content, names in (
+            ("- seed: 1\n", ""),
+            ("42\n", ""),
+            ("null: 1\n", "None"),
+            ("1: 2\n", "1"),
+            ("seed: 2026-02-28\n", "seed"),
+            ("seed: 25:61:61\n", "seed"),
+            ("data: &a {name: *a}\n", ""),
+            ("seed: 1\nseed: 2\n", "seed 2"),
+            ("data: {name: digits, name: folder}\n", "name 1"),
+            ("data: " + "[" * 100_000, ""),
+            ("seed: " + "9" * 5000, ""),
+            ("seed: -.INF\n", "seed"),
+            ("data:\n", "data"),
+        )
+    ),
+    *(
+        Row("run bad.yaml", "bad.yaml YAML", write("bad.yaml", content))
+        for content in (
+            *("[1]: 2\n", "? {a: 1}\n: 2\n", "<<: {seed: 1}\nseed: 1\nseed: 2\n"),
+            *("seed: !!binary x\n", "seed: !!float x\n", "seed: !!int ''\n", "seed: !x 1\n"),
+            *("seed: !!python/name:os.system\n", "data: *a\n", "data:\n\tname: digits\n"),
+            *("seed: 1\0\n", "\0", "seed: 1\n---\nseed: 2\n", "seed: 1\n  phase_b: 2\n"),
+            *("seed: {\n", "seed: 'x\n", "%YAML 9.9\n---\nseed: 1\n", "seed: 1 # \x1b[31m\n"),
+            *(b"seed: \xff\xfe\n", "seed: 1\n".encode("utf-16"), b"\x89PNG\r\n\x1a\n"),
+            "\ud800".encode("utf-8", "surrogatepass"),
+        )
+    ),
 ]
+
+CONFIG = "runs/tiny/config.yaml"
+DIGEST = "runs/tiny/phase_a/teacher_sha256"
 
 RUNS = [
     *(
-        Row(command, "nonsense", write("runs/tiny/config.yaml", "nonsense: 1"))
+        Row(command, f"{CONFIG} nonsense", write(CONFIG, "nonsense: 1"))
         for command in ("evaluate", "export-maps", "run tiny.yaml", RESUME_A)
     ),
     *(
-        Row("phase-b", message, write("runs/tiny/config.yaml", content))
-        for content, message in (("", "config.yaml"), ("seed: [", "YAML"), (b"\xff\0", "YAML"))
+        Row("phase-b", f"{CONFIG} {names}", write(CONFIG, content))
+        for content, names in (("", ""), ("seed: [", "YAML"), (b"\xff\0", "YAML"))
     ),
     *(
-        Row(command, message, change)
+        Row(command, names, change)
         for command in (RESUME_A, "export-maps --overwrite", "verify --teacher")
-        for change, message in (
-            (replace("runs/tiny/config.yaml", "other/config.yaml"), "seed"),
-            (edit("runs/tiny/config.yaml", "mode: expected", "mode: stochastic"), "phase_a.mode"),
+        for change, names in (
+            (replace(CONFIG, "other/config.yaml"), "seed 0 1"),
+            (
+                edit(CONFIG, "mode: expected", "mode: stochastic"),
+                "phase_a.mode expected stochastic",
+            ),
         )
     ),
-    Row("export-maps", "no run in runs/", remove("runs/tiny/config.yaml")),
-    Row("evaluate", "no run in runs/", both(remove("runs"), write("runs", "a file"))),
-    Row("phase-b", "not a run", replace("runs/tiny/config.yaml", "pictures")),
+    Row("export-maps", "runs/ phase-a --run-dir", remove(CONFIG)),
+    Row("evaluate", "runs/ phase-a --run-dir", both(remove("runs"), write("runs", "a file"))),
+    Row("phase-b", "runs/tiny config.yaml", replace(CONFIG, "pictures")),
     *(
-        Row(command, message, change)
+        Row(command, names, change)
         for command, checkpoint in ((RESUME_A, CHECKPOINT_A), (RESUME_B, CHECKPOINT_B))
-        for change, message in (
-            (flip(f"{checkpoint}/state.pt", at=0.1), "damaged"),  # no padding
-            (replace(checkpoint, checkpoint.replace("runs/tiny", "other")), "was started"),
+        for change, names in (
+            (flip(f"{checkpoint}/state.pt", share=0.1), f"{checkpoint}/state.pt"),  # no padding
+            (replace(checkpoint, checkpoint.replace("runs/tiny", "other")), f"{checkpoint} seed 1"),
         )
     ),
-    Row(RESUME_A, "damaged", write(STATE_A, pickle.dumps(os.system))),
-    Row("export-maps --overwrite", "rows.0001.0000.pt is missing or damaged", cut(ROWS_A)),
-    Row("export-maps --overwrite", "has not finished", remove(STATE_A)),
+    Row(RESUME_A, STATE_A, write(STATE_A, pickle.dumps(os.system))),
+    Row("export-maps --overwrite", ROWS_A, cut(ROWS_A)),
+    Row("export-maps --overwrite", "runs/tiny phase-a --resume", remove(STATE_A)),
     Row(
         f"{NEW_STUDENT} --set phase_b.warm_start=teacher",
-        "has not finished",
-        remove("runs/tiny/phase_a/checkpoint"),
+        "runs/tiny phase-a --resume",
+        remove(CHECKPOINT_A),
     ),
-    Row(NEW_STUDENT, "teacher_sha256", write("runs/tiny/phase_a/teacher_sha256", b"\xff")),
-    Row(EVALUATE, "teacher_sha256", write("runs/tiny/phase_a/teacher_sha256", "")),
+    Row(NEW_STUDENT, f"{DIGEST} 64", write(DIGEST, b"\xff")),
+    Row(EVALUATE, f"{DIGEST} 64", write(DIGEST, "")),
+    Row(EVALUATE, f"{DIGEST} 64", flip(DIGEST, bit=7)),
+    Row(NEW_STUDENT, f"{MAPS} teacher", replace(DIGEST, "other/phase_a/teacher_sha256"), STORE),
+    Row(EVALUATE, f"{STUDENT}/student --resume", flip(f"{STUDENT}/student/model.safetensors")),
+    Row(EVALUATE, f"{STUDENT}/student --resume", flip(f"{STUDENT}/student/config.json")),
     Row(
-        NEW_STUDENT,
-        "another teacher",
-        replace("runs/tiny/phase_a/teacher_sha256", "other/phase_a/teacher_sha256"),
+        EVALUATE,
+        f"{STUDENT}/student/config.json --resume",
+        remove(f"{STUDENT}/student/config.json"),
     ),
-    Row(EVALUATE, "damaged", flip(f"{STUDENT}/student/model.safetensors")),
-    Row(EVALUATE, "config.json is not there", remove(f"{STUDENT}/student/config.json")),
-    Row(EVALUATE, "no student", remove(f"{STUDENT}/student")),
-    Row(EVALUATE, "", both(remove(f"{STUDENT}/student"), write(f"{STUDENT}/student", ""))),
-    Row(EVALUATE, "config.yaml", write(f"{STUDENT}/config.yaml", "seed: [")),
-    Row("publish --out new", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "[1]\n")),
-    Row(RESUME_B, "config.yaml", write(f"{STUDENT}/config.yaml", "seed: [")),
-    Row("run tiny.yaml", "unknown setting", write(f"{STUDENT}/config.yaml", "x: 1")),
+    Row(EVALUATE, "runs/tiny phase-b", remove(f"{STUDENT}/student")),
+    Row(
+        EVALUATE,
+        f"{STUDENT}/student phase-b",
+        both(remove(f"{STUDENT}/student"), write(f"{STUDENT}/student", "")),
+    ),
+    Row(EVALUATE, f"{STUDENT}/config.yaml YAML", write(f"{STUDENT}/config.yaml", "seed: [")),
+    Row(
+        "publish --out new",
+        f"{STUDENT}/metrics.jsonl JSON --resume",
+        write(f"{STUDENT}/metrics.jsonl", "[1]\n"),
+    ),
+    Row(RESUME_B, f"{STUDENT}/config.yaml YAML", write(f"{STUDENT}/config.yaml", "seed: [")),
+    Row("run tiny.yaml", f"{STUDENT}/config.yaml x seed", write(f"{STUDENT}/config.yaml", "x: 1")),
 ]
 
 STORES = [
     # what the files of a store may hold is in test_store_metadata
+    Row(INSPECT, f"{MAPS} format", attributes(MAPS, format="other"), STORE),
+    Row(INSPECT, f"{MAPS} 99 6 --overwrite", attributes(MAPS, format_version=99), "OtherVersion"),
     *(
-        Row(f"inspect {MAPS}", message, attributes(MAPS, **values))
-        for values, message in (
-            ({"format": "other"}, "not a store"),
-            ({"format_version": 99}, "format version 99"),
-        )
-    ),
-    *(
-        Row(command, message, change)
+        Row(command, f"{MAPS} {names}", change, kind)
         for command in (INSPECT, NEW_STUDENT)
-        for change, message in (
-            (remove(MAPS), "no attention-map store"),
-            (both(remove(MAPS), write(MAPS, "a file")), "maps.zarr"),
-            (remove(f"{MAPS}/zarr.json"), "no attention-map store"),
-            (flip(f"{MAPS}/zarr.json"), "damaged"),
-            (remove(f"{MAPS}/labels"), "labels/zarr.json"),
+        for change, names, kind in (
+            (remove(MAPS), "zarr.json export-maps", "UnfinishedStore"),
+            (both(remove(MAPS), write(MAPS, "a file")), "zarr.json", "UnfinishedStore"),
+            (remove(f"{MAPS}/zarr.json"), "zarr.json export-maps", "UnfinishedStore"),
+            (flip(f"{MAPS}/zarr.json"), "zarr.json --repair", "DamagedStore"),
+            (remove(f"{MAPS}/labels"), "labels/zarr.json --repair", "DamagedStore"),
         )
     ),
-    Row(f"{INSPECT} --image 0", "gaussians", remove(f"{MAPS}/gaussians/c")),
-    Row(
-        f"verify {MAPS}",
-        "shard 0, gaussians",
-        replace(f"{MAPS}/gaussians/c/0/0/0/0/0", "other/maps.zarr/gaussians/c/0/0/0/0/0"),
-        code=1,
+    Row(f"{INSPECT} --image 0", "gaussians 0 39 --repair", remove(f"{MAPS}/gaussians/c"), CHUNK),
+    *(
+        Row(command, f"{MAPS} export-maps", attributes(MAPS, complete=False), "UnfinishedStore")
+        for command in (f"{INSPECT} --image 0", NEW_STUDENT)
     ),
-    Row(f"{INSPECT} --image 0", "incomplete", attributes(MAPS, complete=False)),
-    Row(NEW_STUDENT, "incomplete", attributes(MAPS, complete=False)),
-    Row(f"{INSPECT} --image 0 --png a.png", "which images", attributes(MAPS, extra={"data": 1})),
+    Row(f"{INSPECT} --image 0 --png a.png", MAPS, attributes(MAPS, extra={"data": 1})),
     Row(
         f"{INSPECT} --image 0 --png a.png",
-        "not those the maps were made from",
+        f"{MAPS} digits",
         attributes(MAPS, extra={"data": {"name": "digits", "train_images": 41}}),
     ),
-    Row(NEW_STUDENT, "another teacher", replace(MAPS, "other/maps.zarr")),
-    Row(NEW_STUDENT, "gaussians", cut(f"{MAPS}/gaussians/c/0/0/0/0/0")),
-    Row(NEW_STUDENT, "logits", flip(f"{MAPS}/logits/c/0/0")),
+    Row(NEW_STUDENT, f"{MAPS} teacher", replace(MAPS, "other/maps.zarr"), STORE),
+    Row(NEW_STUDENT, "gaussians 0 39 --repair", cut(f"{MAPS}/gaussians/c/0/0/0/0/0"), CHUNK),
+    Row(NEW_STUDENT, "logits 0 39 --repair", flip(f"{MAPS}/logits/c/0/0"), CHUNK),
+    Row(EVALUATE, f"{MAPS} logits --repair", flip(f"{MAPS}/logits/c/0/0", bit=7), CHUNK),
+    Row(
+        EVALUATE,
+        f"{MAPS} gaussians/zarr.json --repair",
+        flip(f"{MAPS}/gaussians/zarr.json", bit=7),
+        "DamagedStore",
+    ),
+    *(
+        Row(f"{EVALUATE} {more}", f"{MAPS} {names} {'b' * 12}", attributes(MAPS, **values), STORE)
+        for more in ("", "--plain")
+        for names, values in (
+            ("teacher", {"teacher_sha256": "b" * 64}),
+            ("data set", {"dataset_sha256": "b" * 64}),
+        )
+    ),
     Row(
         "phase-b --run-dir runs/tiny --name new --maps shards.zarr",
-        "another data set",
+        f"shards.zarr data set {'0' * 12}",
         attributes("shards.zarr", dataset_sha256="0" * 64),
+        STORE,
     ),
     Row(
         "phase-b --run-dir compressed --student standard",
-        "decoder",
+        "compressed/maps.zarr decoder/prior/c/0/0/0/0 --repair",
         flip("compressed/maps.zarr/decoder/prior/c/0/0/0/0"),
+        "DamagedStore",
     ),
     Row(
         "inspect compressed/maps.zarr --image 0",
-        "decoder",
+        "compressed/maps.zarr decoder/weight1/zarr.json --repair",
         remove("compressed/maps.zarr/decoder/weight1"),
+        "DamagedStore",
+    ),
+    Row(
+        f"verify {MAPS}",
+        "0 gaussians 39",
+        replace(f"{MAPS}/gaussians/c/0/0/0/0/0", "other/maps.zarr/gaussians/c/0/0/0/0/0"),
+        PROBLEM,
     ),
     *(
-        Row("verify shards.zarr", message, change, code=1)
-        for change, message in (
-            (flip("shards.zarr/gaussians/c/1/0/0/0/0"), "shard 1, gaussians"),
-            (remove("shards.zarr/gaussians/c/1"), "missing"),
-            (remove("shards.zarr/zarr.json"), "zarr.json is missing"),
-            (attributes("shards.zarr", complete=False), "incomplete"),
-            (remove("shards.zarr/manifest"), "manifest/zarr.json is missing"),
-            (remove("shards.zarr/labels/zarr.json"), "labels/zarr.json is missing"),
+        Row("verify shards.zarr", names, change, PROBLEM)
+        for change, names in (
+            (flip("shards.zarr/gaussians/c/1/0/0/0/0"), "1 gaussians 17 33"),
+            (remove("shards.zarr/gaussians/c/1"), "1 gaussians 17 33 missing"),
+            (remove("shards.zarr/zarr.json"), "shards.zarr zarr.json missing"),
+            (attributes("shards.zarr", complete=False), "shards.zarr incomplete"),
+            (remove("shards.zarr/manifest"), "manifest/zarr.json missing --repair"),
+            (remove("shards.zarr/labels/zarr.json"), "labels/zarr.json missing --repair"),
         )
     ),
-    Row("verify bad", "bad", make("bad", link("bad"))),
-    Row("verify --teacher", "another teacher", replace(MAPS, "other/maps.zarr")),
-    Row("export-maps --repair", "another export", replace(MAPS, "other/maps.zarr")),
-    Row("export-maps --out bad.zarr --overwrite", "bad.zarr", write("bad.zarr", "a file")),
+    Row("verify bad", "bad zarr.json", make("bad", link("bad")), "UnfinishedStore"),
+    Row("verify --teacher", f"{MAPS} teacher", replace(MAPS, "other/maps.zarr"), STORE),
+    Row(
+        "export-maps --repair",
+        f"{MAPS} teacher_sha256 --overwrite",
+        replace(MAPS, "other/maps.zarr"),
+        STORE,
+    ),
+    Row("export-maps --out bad.zarr --overwrite", "bad.zarr", write("bad.zarr", "a file"), STORE),
 ]
 
 DATA = [
     Row(
         "phase-a pictures.yaml --run-dir new",
-        "0.png",
+        "pictures/train/cat/0.png",
         write("pictures/train/cat/0.png", "text"),
     ),
     *(
-        Row("run pictures.yaml --run-dir new", message, change)
-        for change, message in (
-            (remove("pictures"), "pictures"),
-            (write("pictures/val/horse/0.png", b"x"), "horse"),
+        Row("run pictures.yaml --run-dir new", names, change)
+        for change, names in (
+            (remove("pictures"), "data.root pictures/train --data"),
+            (write("pictures/val/horse/0.png", b"x"), "data.root pictures/val horse"),
         )
     ),
     *settings(
-        ("data.train_images=19", "data.train_images"),
-        ("data.val_fraction=0.001", "0.001"),
+        ("data.train_images=19", "data.train_images 19 18"),
+        ("data.val_fraction=0.001", "data.val_fraction 0.001 20"),
         command="run pictures.yaml --run-dir new",
+    ),
+    Row("run --data new", "new/train", make("new", Path.mkdir)),
+    Row("plan --data new", "cat", only_class("cat")),
+    Row("run --data pictures", "pictures/train/cat/9.png", cut("pictures/train/cat/9.png")),
+    Row("evaluate --run-dir plain", "data.root --data --run-dir", remove("pictures")),
+    Row(
+        "evaluate --run-dir plain --data new",
+        "wasp cat dog",
+        both(make("new", Path.mkdir), copy("pictures/train/cat", "new/wasp")),
+    ),
+    Row(
+        "evaluate --run-dir plain",
+        "folder",
+        remove("pictures/train/cat/3.png"),
     ),
 ]
 
 SWEEPS = [
-    Row(f"{COMPARE} --sweep bad.yaml", message, write("bad.yaml", content))
-    for content, message in (
-        ("", "a sweep is a list"),
-        ("- [a]", "a sweep is a list"),
-        ("- {phase_b.gama: 1}", "did you mean 'phase_b.gamma'"),
-        ("- {phase_b.gamma: .nan}", "finite"),
-        ("- {phase_b.gamma.x: 1}", "'gamma' is a value"),
-        ("- {name: a, phase_b.gamma: 0.5}\n- {name: a, phase_b.gamma: 0.6}", "two rows"),
-        ("- {name: distilled, phase_b.gamma: 0.5}", "two rows"),
-        ("- {name: a, like: b}", "no such row"),
-        ("- {name: a, plain: maybe}", "plain"),
-        ("- {name: a, kind: x}", "kind"),
-        ("- {name: a, seed: 1}", "seed"),
-        ("- {name: 5}", "name"),
-        ("- {export.kind: prior, export.encoding: uint8}", "export.kind prior"),
-        ("- {phase_a.per_image: none, export: {kind: prior, encoding: uint8}}", "float16"),
-        ("- {like: [a]}", "no such row"),
-        ("- {name: [a], phase_b.gamma: 1}", "name"),
-        ("- {name: a, phase_b.layer_map: [0, 0, 0]}", "layer_map"),
-        ("- {name: a, model.name: resnet18}", "model.name"),
-        ("- {name: a, name: b}", "twice"),
+    Row(f"{COMPARE} --sweep bad.yaml", names, write("bad.yaml", content))
+    for content, names in (
+        ("", "bad.yaml"),
+        ("- [a]", "bad.yaml"),
+        ("- {phase_b.gama: 1}", "phase_b.gama phase_b.gamma"),
+        ("- {phase_b.gamma: .nan}", "phase_b.gamma nan"),
+        ("- {phase_b.gamma.x: 1}", "gamma"),
+        ("- {name: a, phase_b.gamma: 0.5}\n- {name: a, phase_b.gamma: 0.6}", "bad.yaml a"),
+        ("- {name: distilled, phase_b.gamma: 0.5}", "bad.yaml distilled"),
+        ("- {name: a, like: b}", "bad.yaml a like b distilled"),
+        ("- {name: a, plain: maybe}", "bad.yaml a plain maybe"),
+        ("- {name: a, kind: x}", "a kind export.kind"),
+        ("- {name: a, seed: 1}", "bad.yaml a seed --seeds"),
+        ("- {name: 5}", "bad.yaml 5 name"),
+        ("- {export.kind: prior, export.encoding: uint8}", "export.kind prior phase_a.per_image"),
+        (
+            "- {phase_a.per_image: none, export: {kind: prior, encoding: uint8}}",
+            "encoding prior float16",
+        ),
+        ("- {like: [a]}", "bad.yaml like distilled"),
+        ("- {name: [a], phase_b.gamma: 1}", "bad.yaml name"),
+        ("- {name: a, phase_b.layer_map: [0, 0, 0]}", "a phase_b.layer_map 1"),
+        ("- {name: a, model.name: resnet18}", "model.name resnet18"),
+        ("- {name: a, name: b}", "bad.yaml name"),
     )
 ]
 
-ROWS = [*COMMAND_LINE, *SETTINGS, *YAML, *RUNS, *STORES, *DATA, *SWEEPS]
+ROWS = [
+    *COMMAND_LINE,
+    *SYNTAX,
+    *SETTINGS,
+    *FILES,
+    *RUNS,
+    *STORES,
+    *DATA,
+    *SWEEPS,
+]

@@ -11,15 +11,21 @@ import pytest
 from stages.cli import main
 
 
-def run_main(*arguments, cwd=None) -> int:
-    """The exit code of a command in this process, which saves importing torch."""
+def end_of(*arguments, cwd=None) -> SystemExit:
+    """How a command ends that runs in this process, which saves importing torch: its exit code,
+    and as its context the error that it reports."""
     with pytest.MonkeyPatch.context() as patch:
         if cwd is not None:
             patch.chdir(cwd)
         patch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
             main()
-    return exit_.value.code or 0
+    return exit_.value
+
+
+def run_main(*arguments, cwd=None) -> int:
+    """The exit code of a command in this process."""
+    return end_of(*arguments, cwd=cwd).code or 0
 
 
 def linked(folder: Path, copy: Path) -> Path:

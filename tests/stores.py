@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 import store
+from damage import files_of
 from store.layout import ROOT
 from store.manifest import MANIFEST, group_file, sha256
 
@@ -56,17 +57,8 @@ def write_pending(writer: store.Writer, arrays: dict[str, np.ndarray]) -> None:
     writer.finish()
 
 
-def data_files(url: Path) -> list[Path]:
-    return sorted(path for path in url.rglob("*") if path.is_file())
-
-
-def contents(url: Path) -> dict[str, bytes]:
-    """The bytes of all files by name."""
-    return {path.relative_to(url).as_posix(): path.read_bytes() for path in data_files(url)}
-
-
 def shard_file(url: Path, name: str, index: int) -> Path:
-    [path] = data_files(url / name / "c" / str(index)) or [url / name / "c" / str(index)]
+    [path] = files_of(url / name / "c" / str(index)) or [url / name / "c" / str(index)]
     return path
 
 

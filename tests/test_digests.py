@@ -1,11 +1,8 @@
 """Checkpoints, per-image parameters and students: what changed after it was written is
 refused in one line, and a process killed at any moment leaves what the next one reads."""
 
-import itertools
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
+from damage import flip, flipped
 from gaupipe.data.buckets import Buckets
 from gaupipe.models import save_student
 from gaupipe.settings import OptimSettings
@@ -24,32 +22,9 @@ from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.saving import check_digest
-from processes import kill_this_process
+from killing import KILLED, each_operation, forked
 
 PICO = "gauvit_pico_patch2_8"
-
-
-def flip(path: Path, where: float) -> None:
-    """Changes one bit of a file, at a share of its length."""
-    data = bytearray(path.read_bytes())
-    data[int(where * (len(data) - 1))] ^= 4
-    path.write_bytes(data)
-
-
-def killed_at(step: int, folder: Path, work) -> bool:
-    """Runs ``work`` in a process that is killed before it touches files in the folder for the time
-    number ``step``; whether it was."""
-    child = os.fork()
-    if child == 0:
-        try:
-            kill_this_process(folder, step + 1, 0)
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -124,10 +99,11 @@ def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_
     make_state().save(folder)
     first = shutil.copytree(folder, tmp_path / "first")
     new = make_state(finished=True)
-    for step in itertools.count():
+    for kill in each_operation(folder, 0, 1, 1000, 10_000):
         shutil.rmtree(folder)
         shutil.copytree(first, folder)
-        killed = killed_at(step, folder, lambda: new.save(folder))
+        killed = forked(lambda: new.save(folder), kill) in KILLED
+        assert killed or kill.byte is None, kill
         state = make_state()
         assert state.load(folder)
         seen.add(state.finished)
@@ -135,7 +111,7 @@ def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_
         assert make_state().load(folder)
         if not killed:
             break
-    assert seen == {False, True} and step >= 3
+    assert seen == {False, True} and kill.operation > 3
     assert [path.name for path in folder.iterdir()] == ["state.pt"]
 
 
@@ -169,9 +145,7 @@ def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
     path, size = tmp_path / "bucket-0000" / f"records.{place}", 15 * 4
     sound = path.read_bytes()
     for word in (0, 7, 14):
-        data = bytearray(sound)
-        data[image * size + 4 * word + 1] ^= 8
-        path.write_bytes(data)
+        path.write_bytes(flipped(sound, image * size + 4 * word + 1))
         state = continued(tmp_path, checkpoint)
         assert state.gather(torch.tensor([1, 2, 4, 5])).shape == (4, 5)
         for read in (
@@ -282,10 +256,10 @@ def test_a_student_that_is_replaced_by_a_killed_process(tmp_path, littered):
     if littered:
         shutil.copytree(folder, parent / ".student.partial-abc")
     shutil.copytree(parent, first)
-    for step in itertools.count():
+    for kill in each_operation(parent, 0, 1000):
         shutil.rmtree(parent)
         shutil.copytree(first, parent)
-        killed = killed_at(step, parent, lambda: save_student(new, folder))
+        killed = forked(lambda: save_student(new, folder), kill) in KILLED
         seen.append(classes_of(folder) if folder.is_dir() else None)
         with folders.replaced(folder) as fresh:  # puts an earlier student back first
             assert classes_of(folder) == (seen[-1] or 4)

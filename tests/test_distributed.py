@@ -2,11 +2,10 @@
 same bytes in the store, one message for a mistake, and a run that survives the loss of a rank."""
 
 import contextlib
+import itertools
 import json
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,11 +17,12 @@ import pytest
 import torch
 
 from arguments import sets, tiny
+from damage import contents
 from gaupipe.distillation import gaussian_teacher
 from gaupipe.settings import load as config
 from gaupipe.system import distributed
+from killing import KILLED, AtFile, until_it_ends
 from pictures import write_idx
-from processes import kill_this_process, moment
 from runs import results
 from worlds import assert_close, command, in_world
 
@@ -74,15 +74,15 @@ def train(run_dir: Path, settings: config.Settings) -> None:
         run.run(settings, run_dir)
 
 
-def train_until_killed(run_dir: Path, settings: config.Settings, kill: tuple[int, float]) -> None:
-    """As :func:`train`; the last rank is killed at the given file operation and pause, once the
-    ranks have found each other: until then, the launcher would have to end the others."""
+def train_until_killed(run_dir: Path, settings: config.Settings, kill: AtFile) -> None:
+    """As :func:`train`; the last rank is killed once the ranks have found each other: until then,
+    the launcher would have to end the others."""
     from stages import run
 
     with distributed.process_group():
         distributed.all_gather_object(None)
         if distributed.rank() == distributed.world_size() - 1:
-            kill_this_process(run_dir, *kill)
+            kill.arm()
         run.run(settings, run_dir)
 
 
@@ -125,11 +125,6 @@ def test_ranks_end_with_the_same_bits_and_hold_their_own_images_only(tmp_path):
     assert [buckets.strip() for _, buckets in ends] == ["[0, 1]", "[2, 3]"]
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A run of one process with four buckets."""
@@ -147,14 +142,14 @@ def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(tmp_path, train
     from stages.runs import directory as run_directory
 
     run_dir = tmp_path / "run"
-    shutil.copytree(trained, run_dir)
-    before = tree(run_dir / "phase_a" / "checkpoint")
+    shutil.copycontents(trained, run_dir)
+    before = contents(run_dir / "phase_a" / "checkpoint")
     assert {f"rows.0003.{bucket:04d}.pt" for bucket in range(4)} < before.keys()
     for name in ("rows.0002.0001.pt", "rows.0004.0000.pt"):
         (run_dir / "phase_a" / "checkpoint" / name).write_bytes(b"of a killed save")
     settings = run_directory.RunDirectory(run_dir).settings()
     assert len(phase_a.run(settings, run_dir, resume=True)) == 3
-    assert tree(run_dir / "phase_a" / "checkpoint") == before
+    assert contents(run_dir / "phase_a" / "checkpoint") == before
 
 
 def test_the_ranks_write_what_the_plan_says(trained):
@@ -174,7 +169,7 @@ def test_a_store_has_the_same_bytes_for_any_number_of_processes(tmp_path, traine
         export = ["export-maps", "--run-dir", str(trained), "--out", str(out)]
         codes = in_world(size, tmp_path / "words", command, *export, "--shard-mb", "0.02")
         assert codes == [0] * size, (tmp_path / "words" / "rank0.txt").read_text()
-        stores.append(tree(out))
+        stores.append(contents(out))
     assert len(stores[0]) > 20  # several shards
     assert stores[0] == stores[1]
 
@@ -285,16 +280,16 @@ def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     fast = ["baseline.epochs=0", "phase_b.gamma=0.1"]
     settings = config.load("digits_expected", [*TINY, *fast])
     assert in_world(2, tmp_path / "words", train, tmp_path / "unbroken", settings) == [0, 0]
-    generator, killed, size, codes = random.Random(0), 0, 2, [1]
-    while any(codes):
-        arguments = tmp_path / "killed", settings, moment(generator, killed)
-        codes = in_world(size, tmp_path / "words", train_until_killed, *arguments)
+    run_dir, sizes = tmp_path / "killed", itertools.cycle((2, 1))
+
+    def attempt(kill: AtFile) -> int:
+        arguments = train_until_killed, run_dir, settings, kill
+        codes = in_world(next(sizes), tmp_path / "words", *arguments)
         assert None not in codes, "a rank waited for one that was gone"
-        assert codes[-1] in (0, -signal.SIGKILL)
-        killed += any(codes)
-        size = 3 - size  # two processes, then one, then two
-        assert killed < 40, "no progress between kills"
-    assert killed >= 4
+        assert codes[-1] in KILLED or not any(codes), codes
+        return codes[-1]
+
+    until_it_ends(attempt, run_dir, seed=0)
     assert_close(results(tmp_path / "killed"), results(tmp_path / "unbroken"), 1e-5)
 
 

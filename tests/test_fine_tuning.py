@@ -1,7 +1,6 @@
 """gaupipe train --model: a ViT that starts from trained weights."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -269,36 +268,6 @@ def test_weights_keep_their_attention_whatever_the_configuration_names(tmp_path,
     built = json.loads(student.read_text())["model_args"]
     assert built["attention"] == student.parent.parent.name == ("xsa" if named else "belief2")
     assert built["attention_options"] == ({} if named else options)
-
-
-@pytest.mark.parametrize(
-    "model, change, message",
-    [
-        ("vit_tiny_patch16_224.augreg_in21k", "", "not on this machine: --download fetches them"),
-        ("vit_tiny_patch16_224.nosuch", "", "timm has no weights 'vit_tiny_patch16_224.nosuch'"),
-        ("resnet18.a1_in1k", "", "model.name: resnet18.a1_in1k is a ResNet, no VisionTransfor"),
-        ("local-dir:nosuch", "", "local-dir:nosuch: there is no folder nosuch"),
-        ("local-dir:photos", "", "Config file not found"),
-        ("local-dir:weights", "model.match_params=true", "keeps its FFN"),
-        ("local-dir:weights", "model.attention=gaussian", "cannot convert to 'gaussian'"),
-        ("local-dir:weights", "model.args={qkv_bias: false}", "do not fit model.name=local-dir:/"),
-        ("local-dir:weights", "model.args={depth: 4}", "has blocks: 4, the trained ViT 3: a slice"),
-        ("local-dir:weights", "model.args={embed_dim: 26}", "has channels: 26, the trained ViT 24"),
-        ("local-dir:weights", "data.scaling={mean: [1, 2]}", "should have a number for each"),
-        ("local-dir:weights", "data.scaling={std: [0]}", "data.scaling: std.0: input should be g"),
-        ("local-dir:weights", "train.optim.args={layer_decay: x}", "timm cannot make 'adamw'"),
-    ],
-)
-def test_what_cannot_be_fine_tuned_is_refused(
-    folder, tmp_path, in_process, monkeypatch, model, change, message
-):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    changes = sets(*TINY, change) if change else sets(*TINY)
-    for name in ("photos", "weights"):
-        shutil.copytree(folder / name, tmp_path / name)
-    code, _, err = in_process("train", "--data", "photos", "--model", model, *changes, cwd=tmp_path)
-    assert code == 2 and message in err.splitlines()[-1], err
-    assert not (tmp_path / "runs").exists()
 
 
 def test_with_checkpointing_less_is_kept_for_the_same_gradients(folder):

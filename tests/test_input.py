@@ -28,7 +28,7 @@ from gaupipe.settings import DataSettings
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.signals import spare_worker
-from processes import FORKS, exit_code, kill_this_process
+from killing import FORKS, KILLED, each_operation, exit_code
 
 CPU = torch.device("cpu")
 SQUARE = Augment(AugmentSettings(), 0)
@@ -304,11 +304,9 @@ def test_a_damaged_cache_is_made_anew_or_done_without(root, damage, decoded):
     assert decoded == []
 
 
-def train_epoch(root: Path, kill: int | None = None) -> None:
-    """Keeps the squares; is killed at a file operation in the cache."""
+def train_epoch(root: Path) -> None:
+    """Keeps the squares."""
     os.environ["GAUPIPE_CACHE"] = str(root.parent / "cache")
-    if kill is not None:
-        kill_this_process(root.parent / "cache", kill, 0)
     torch.set_num_threads(1)
     epoch_of(load(root))
 
@@ -316,14 +314,18 @@ def train_epoch(root: Path, kill: int | None = None) -> None:
 @pytest.mark.long
 def test_a_process_killed_while_it_writes_leaves_nothing_that_is_taken_for_whole(root):
     expected = epoch_of(load(root, cache="none"))
-    for operation in range(1, 60):
-        if exit_code(train_epoch, root, operation) == 0:
+    folder = root.parent / "cache"
+    # the file of 16 images has 12,416 bytes
+    for kill in each_operation(folder, 0, 100, 1000, 12_000):
+        code = exit_code(train_epoch, root, kill=kill)
+        assert code in KILLED or kill.byte is None, kill
+        if code == 0:
             break
         data = load(root)
         for batch in Batches(data.train, data, CPU, 12).in_order():
             pixels = torch.cat(expected)
             assert all((pixels == image).flatten(1).all(1).any() for image in batch.images)
-    assert operation > 4
+    assert kill.operation > 4
     assert same(epoch_of(load(root)), expected) and len(cached(root)) == 1
 
 

@@ -22,8 +22,8 @@ from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from gaupipe.training.epochs import Epoch
+from killing import AtCall, exit_code
 from pictures import UNCHANGED, NumberedMaps
-from processes import exit_code, signal_at_call
 from runs import results
 from worlds import assert_close, in_world
 
@@ -56,35 +56,23 @@ CASES = {
     ],
 }
 
-Kill = tuple[str, tuple[int, ...], int]
-"""At which calls of which function a process gets which signal."""
-BATCH, RECORD = "a batch", "a record"
+BATCH, RECORD = "gaupipe.training.update:Update.__call__", "os:pwrite"
 
 
-def get_ready(kill: Kill) -> None:
-    from gaupipe.training import update as training
-
-    what, calls, number = kill
-    owner, name = (training.Update, "__call__") if what == BATCH else (os, "pwrite")
-    signal_at_call(owner, name, calls, number)
-
-
-def command(arguments: list[str], words: Path, kill: Kill | None) -> None:
+def command(arguments: list[str], words: Path) -> None:
     from stages.cli import main
 
     with words.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if kill:
-        get_ready(kill)
     sys.argv = ["gaupipe", *arguments]
     main()
 
 
-def attempt(tmp_path: Path, arguments: list[str], kill: Kill | None = None) -> tuple[int, str]:
+def attempt(tmp_path: Path, arguments: list[str], kill: AtCall | None = None) -> tuple[int, str]:
     """Exit code and words of a command in a process of its own."""
     words = tmp_path / "words.txt"
-    return exit_code(command, arguments, words, kill), words.read_text()
+    return exit_code(command, arguments, words, kill=kill), words.read_text()
 
 
 def with_settings(command: str, run_dir: Path, settings: list[str]) -> list[str]:
@@ -120,14 +108,14 @@ def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, cas
     killed, code = 0, None
     for number in itertools.cycle(ends):
         calls = (generator.randint(4, 11) if killed else 10,)  # 10: only the evaluation is left
-        kill = (BATCH, calls, number)
+        kill = AtCall(BATCH, calls, number)
         if killed == 1 and case in ("files", "buckets"):
-            kill = (RECORD, (generator.randint(60, 170),), signal.SIGKILL)
+            kill = AtCall(RECORD, (generator.randint(60, 170),))
         run = with_settings("run", tmp_path / "killed", [*TINY, *CASES[case]])
         code, words = attempt(tmp_path, run, kill)
         if code == 0:
             break
-        assert code == ends[kill[2]], words
+        assert code == ends[kill.number], words
         assert (code < 0) == ("to go on: gaupipe run digits" not in words)
         killed += 1
         assert killed < 30, "no progress"
@@ -138,7 +126,7 @@ def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, cas
 def test_sigterm_saves_the_step_and_says_how_to_go_on(tmp_path):
     settings = [*TINY, "phase_a.max_epochs=1", "checkpoint_minutes=10"]
     phase_a = with_settings("phase-a", tmp_path / "run", settings)
-    code, words = attempt(tmp_path, phase_a, (BATCH, (7,), signal.SIGTERM))
+    code, words = attempt(tmp_path, phase_a, AtCall(BATCH, (7,), signal.SIGTERM))
     said = words.strip().splitlines()[-1]
     assert code == 143 and "Traceback" not in words
     assert said.startswith("gaupipe: stopped by SIGTERM in epoch 1, after batch 7 of 10, ")
@@ -155,7 +143,7 @@ def test_sigterm_saves_the_step_and_says_how_to_go_on(tmp_path):
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     settings = [*TINY, "phase_a.optim.accumulate=8", "checkpoint_minutes=10"]
     phase_a = with_settings("phase-a", tmp_path / "run", settings)
-    code, words = attempt(tmp_path, phase_a, (BATCH, (3, 5), signal.SIGINT))
+    code, words = attempt(tmp_path, phase_a, AtCall(BATCH, (3, 5), signal.SIGINT))
     assert code == 130 and words.count("gaupipe: SIGINT: stops when") == 1
     assert "gaupipe: interrupted; " in words
     assert not (tmp_path / "run/phase_a/checkpoint").exists()
@@ -257,12 +245,12 @@ def test_sigterm_to_all_processes_leaves_the_readers_of_images_alive(tmp_path):
 WORLD = [*TINY, "data.buckets=6", "data.batch_size=36", "baseline.epochs=0"]
 
 
-def in_rank(arguments: list[str], kill: Kill | None = None, rank: int = 0) -> None:
+def in_rank(arguments: list[str], kill: AtCall | None = None, rank: int = 0) -> None:
     """A command in a world, of which one rank gets a signal."""
     from stages.cli import main
 
     if kill and distributed.launch().rank == rank:
-        get_ready(kill)
+        kill.arm()
     sys.argv = ["gaupipe", *arguments]
     main()
 
@@ -275,7 +263,7 @@ def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
     assert in_world(size, tmp_path / "words", in_rank, unbroken) == [0] * size
     run = with_settings("run", tmp_path / "run", [*WORLD, *more])
     for number, batch in ((signal.SIGTERM, 4), (signal.SIGINT, 10)):
-        kill = (BATCH, (batch,), number)
+        kill = AtCall(BATCH, (batch,), number)
         codes = in_world(size, tmp_path / "words", in_rank, run, kill, size - 1)
         said = (tmp_path / "words" / "rank0.txt").read_text()
         assert codes == [128 + number] * size, said
@@ -294,7 +282,7 @@ def test_another_number_of_processes_goes_on_within_an_epoch(tmp_path):
     assert in_world(1, tmp_path / "words", in_rank, unbroken) == [0]
     run = with_settings("run", tmp_path / "run", [*settings, *epochs])
     for size, batch in ((2, 6), (1, 5)):
-        kill = (BATCH, (batch,), signal.SIGTERM)
+        kill = AtCall(BATCH, (batch,), signal.SIGTERM)
         assert in_world(size, tmp_path / "words", in_rank, run, kill) == [143] * size
     assert in_world(3, tmp_path / "words", in_rank, run) == [0, 0, 0]
     assert_close(results(tmp_path / "run"), results(tmp_path / "unbroken"), 1e-5)

@@ -224,45 +224,10 @@ def test_inspect_shows_the_gaussians_beside_the_student(local_run, in_process):
     np.testing.assert_allclose(teacher, expected / expected.sum(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "view --html x.html --image 0"])
-def test_commands_on_the_store_say_that_there_is_none(tmp_path, in_process, command):
-    run = tmp_path / "run"
-    in_process("phase-a", "--run-dir", run, *sets())
-    code, out, err = in_process(*command.split(), "--run-dir", run, cwd=tmp_path)
-    assert (code, out) == (2, "") and err.count("\n") == 1 and "phase B makes them" in err, err
-
-
 def test_view_shows_the_students_of_a_run_without_a_store(local_run, tmp_path, in_process):
     page = tmp_path / "maps.html"
     assert in_process("view", "--run-dir", local_run, "--html", page, "--image", 3)[0] == 0
     assert page.stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        (["phase_a.local.std=[0.7, 0]"], "phase_a.local.std.1: input should be greater than 0"),
-        (["phase_a.local.std=[-1]"], "greater than 0"),
-        (["phase_a.local.std=[.nan]"], "greater than 0"),
-        (["phase_a.local.std=[]"], "at least 1"),
-        (["phase_a.local.std=[1, 2, 3]"], "has 3 numbers for the 2 heads of the student"),
-        (["phase_b.layer_map=[0, 7]"], "phase_b.layer_map: should have 2 entries"),
-        (["phase_b.warm_start=teacher"], "has no weights"),
-        (["phase_b.shuffle_maps=true"], "phase_a.local.permuted"),
-        (["phase_b.beta=0", "phase_b.gamma=0", "phase_b.alpha=1"], "predicts no classes"),
-        (["phase_a.teacher_args={img_size: 8}"], "no network"),
-    ],
-)
-def test_mistakes_are_one_line_and_nothing_is_written(tmp_path, in_process, overrides, words):
-    code, _, err = in_process("phase-a", "--run-dir", tmp_path / "run", *sets(*overrides))
-    assert code == 2 and err.count("\n") == 1 and words in err, err
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_place_for_the_maps_of_a_teacher_without_any_is_refused(local_run, tmp_path, in_process):
-    place = tmp_path / "maps.zarr"
-    code, _, err = in_process("export-maps", "--run-dir", local_run, "--out", place)
-    assert code == 2 and "stored nowhere" in err and not place.exists()
 
 
 def test_an_interrupted_student_goes_on_with_the_same_numbers(local_run, tmp_path):

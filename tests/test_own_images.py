@@ -271,15 +271,10 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
         path = f"{part}/belief/metrics.jsonl"
         assert metrics(tmp_path / "other" / path) == metrics(first / path)
 
-    (tmp_path / "elsewhere").mkdir()
-    for command, message in (
-        (("run", "--data", "mine", "--set", "data.image_size=16"), "image_size is 8, asked 16"),
-        (("run", "digits", "--data", "mine"), "leave digits out"),
-        (("run", "--data", "elsewhere", "--run-dir", first), "holds a run on other images"),
-        (("run", "--data", "mine", "--run-dir", "b", "--set", "data.root=x"), "--set data.root"),
-    ):
-        code, out, err = in_process(*command, cwd=tmp_path)
-        assert (code, out) == (2, "") and message in err.splitlines()[-1], err
+    code, out, err = in_process(
+        "run", "--data", "mine", "--set", "data.image_size=16", cwd=tmp_path
+    )
+    assert (code, out) == (2, "") and "image_size is 8, asked 16" in err.splitlines()[-1], err
 
 
 def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_path):
@@ -333,22 +328,12 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
     assert code == 0 and "nothing is left to train" in err, err
 
 
-FOLDERS = {
-    "no folder 'mine/train'": lambda root: root.mkdir(),
-    "all of the class 'download'; two or more are needed": lambda root: photos(root / "download"),
-    "mine/cat/200.png: not readable": lambda root: os.truncate(
-        photos(root, count=300) / "cat" / "200.png", 20
-    ),
-}
-
-
-@pytest.mark.parametrize("message,command", [*zip(FOLDERS, ("run", "plan", "run"), strict=True)])
-def test_a_folder_that_cannot_be_meant_gives_one_line(in_process, tmp_path, message, command):
-    FOLDERS[message](tmp_path / "mine")
+def test_an_image_late_in_a_folder_that_is_cut_off_is_found_first(in_process, tmp_path):
+    path = photos(tmp_path / "mine", count=300) / "cat" / "200.png"
+    os.truncate(path, 20)
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = in_process(command, "--data", "mine", cwd=tmp_path)
-    assert (code, out) == (2, "")
-    assert message in err.splitlines()[-1]
+    code, out, err = in_process("run", "--data", "mine", cwd=tmp_path)
+    assert (code, out) == (2, "") and "mine/cat/200.png: not readable" in err.splitlines()[-1]
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -15,7 +15,6 @@ import torch
 from timm.layers import Mlp
 
 import store
-from arguments import sets
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
@@ -140,21 +139,6 @@ def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes
     phase_b.train_student(settings, tmp_path / "run/student", teacher=RunDirectory(run_dir))
     said = "patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
     assert said != drops
-
-
-@pytest.mark.parametrize("options", ["{}", "{prior: true}"])
-def test_students_with_gaussians_of_their_own_get_all_patches(tmp_path, in_process, options):
-    student = "standard" if "prior" in options else "gaussian"
-    changes = [f"model.attention={student}", f"model.attention_options={options}"]
-    for command in ("train", "run", "plan"):
-        settings = sets(*changes, "train.patch_drop_rate=0.5")
-        code, _, err = in_process(command, "digits", *settings, cwd=tmp_path)
-        last = err.splitlines()[-1]
-        assert code == 2 and last == (
-            "gaupipe: train.patch_drop_rate: should be 0 for a student with Gaussians or rotary "
-            "positions, which have a place for every token"
-        )
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_export_to_onnx_agrees_in_onnxruntime(run_dir):

@@ -225,9 +225,3 @@ def test_plan_of_a_world_divides_the_memory(tmp_path):
     saved = alone["plain"]["memory_bytes"] - recomputed["stages"]["plain"]["memory_bytes"]
     assert saved == pytest.approx(activations * (1 - 1 / resources.ACTIVATIONS - 1 / 4))
     assert each["phase_a"]["disk_bytes"] == alone["phase_a"]["disk_bytes"]
-
-
-def test_a_world_that_cannot_share_the_buckets_is_refused(tmp_path, in_process):
-    arguments = ["plan", "--world-size", 3, *sets("data.buckets=4")]
-    code, out, err = in_process(*arguments, cwd=tmp_path)
-    assert (code, out, err.count("\n")) == (2, "", 1) and "4 buckets cannot be shared by 3" in err

@@ -1,8 +1,6 @@
 """Killed at any moment and resumed, a run ends with the metrics and the student of an unbroken
 one."""
 
-import random
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from processes import exit_code, kill_this_process, moment
+from killing import exit_code, until_it_ends
 from runs import results
 
 TINY = [
@@ -38,12 +36,10 @@ CASES = {
 }
 
 
-def work(run_dir: Path, settings: config.Settings, kill: tuple[int, float] | None = None) -> None:
-    """Runs, or continues; is killed at the given file operation and pause."""
+def work(run_dir: Path, settings: config.Settings) -> None:
+    """Runs, or continues."""
     from stages import run
 
-    if kill is not None:
-        kill_this_process(run_dir, *kill)
     run.run(settings, run_dir)
 
 
@@ -52,23 +48,19 @@ def work(run_dir: Path, settings: config.Settings, kill: tuple[int, float] | Non
 def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
     settings = config.load("digits_expected", [*TINY, *CASES[case]])
     assert exit_code(work, tmp_path / "unbroken", settings) == 0
-    killed = 0
-    generator = random.Random(case)
-    while code := exit_code(work, tmp_path / "killed", settings, moment(generator, killed)):
-        assert code == -signal.SIGKILL
-        killed += 1
-        assert killed < 40, "no progress between kills"
-    assert killed >= 4
+    killed = tmp_path / "killed"
+    until_it_ends(lambda kill: exit_code(work, killed, settings, kill=kill), killed, case)
     unbroken = results(tmp_path / "unbroken")
     assert [len(rows) for rows in unbroken.values()] == [4, 4, 4]
-    assert results(tmp_path / "killed") == unbroken
+    assert results(killed) == unbroken
     students = [
         torch.load(tmp_path / name / "phase_b/standard/checkpoint/state.pt", weights_only=True)[
             "modules"
         ]
         for name in ("unbroken", "killed")
     ]
-    assert all(torch.equal(students[0][name], students[1][name]) for name in students[0])
+    other = [name for name in students[0] if not torch.equal(students[0][name], students[1][name])]
+    assert not other, f"{other} are not the weights of an unbroken run"
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from arguments import sets, tiny
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from processes import FORKS
+from killing import FORKS
 from stages import export, phase_a, phase_b
 from stages.runs import students
 from stages.runs.directory import RunDirectory, last_used, locked

@@ -188,18 +188,3 @@ def test_trained_weights_keep_their_stem(tmp_path):
     settings = config.load("digits_expected", [f"model={{name: 'local-dir:{patch}', stem: conv}}"])
     with pytest.raises(UserError, match="keeps the stem that its weights have"):
         student_of(settings)
-
-
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        (["model.args={patch_size: 6}", "data.image_size=12"], "power of two, got 6"),
-        (["model.stem=cnn"], "model.stem"),
-        (["model.args={stem: conv}", "model.stem=patch"], "see model.stem"),
-    ],
-)
-def test_mistakes_are_one_line_and_nothing_is_written(tmp_path, in_process, overrides, words):
-    changes = [part for setting in overrides for part in ("--set", setting)]
-    code, _, err = in_process("train", "--run-dir", tmp_path / "run", *SETS, *changes)
-    assert code == 2 and err.count("\n") == 1 and words in err, err
-    assert not (tmp_path / "run").exists()

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import store
+from damage import contents
 from store.files import Files
 from stores import (
     KINDS,
     assert_stored,
-    contents,
     decoder_for,
     make_arrays,
     make_schema,

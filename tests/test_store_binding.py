@@ -10,10 +10,9 @@ import pytest
 import zarr
 
 import store
+from damage import contents, files_of
 from stores import (
     VARIANTS,
-    contents,
-    data_files,
     make_arrays,
     make_schema,
     options_of,
@@ -119,7 +118,7 @@ def test_the_manifest_is_that_of_docs_store(tmp_path, kind):
     named |= {url / name: digest for name, digest in manifest["metadata"].items()}
     assert named == {
         path: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in data_files(url)
+        for path in files_of(url)
         if path.parent.name != "manifest"
     }
     assert json.loads((url / "zarr.json").read_bytes())["attributes"]["complete"]

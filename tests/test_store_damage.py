@@ -8,12 +8,11 @@ import pytest
 import zarr
 
 import store
+from damage import contents, damaged, damages, files_of, flip
 from stores import (
     VARIANTS,
     assert_stored,
-    contents,
     damaged_images,
-    data_files,
     make_arrays,
     make_schema,
     options_of,
@@ -33,39 +32,27 @@ def written(request, tmp_path):
     return tmp_path / "s", schema, arrays
 
 
-def damages(sound: bytes, rng) -> list[bytes | None]:
-    """Flipped bits, a lost, an empty, a shortened and a longer file."""
-    flipped = []
-    for bit in rng.integers(8 * len(sound), size=6).tolist():
-        data = bytearray(sound)
-        data[bit // 8] ^= 1 << bit % 8
-        flipped.append(bytes(data))
-    return [*flipped, None, b"", sound[: len(sound) // 2], sound[:-1], sound + b"\0"]
-
-
 def test_damage_of_every_file_is_found_and_none_is_read(written):
     url, _, _ = written
     rng, ids, found = np.random.default_rng(0), np.arange(5), set()
     truth, weights = store.open(url).gather(ids), store.open(url).decoder()
-    for path in data_files(url):
-        sound, name = path.read_bytes(), path.relative_to(url).as_posix()
-        for damaged in damages(sound, rng):
-            path.unlink() if damaged is None else path.write_bytes(damaged)
+    for path in files_of(url):
+        for damage in damages(path, rng):
             try:
                 problems = store.verify(url)
-                assert problems, name
+                assert problems, f"verify finds nothing wrong with {damage}"
                 if "c" in path.parts and "decoder" not in path.parts:
                     shard = int(path.parts[path.parts.index("c") + 1])
-                    assert all(problem.shard == shard for problem in problems)
+                    assert {problem.shard for problem in problems} == {shard}, damage
                 maps = store.open(url)
                 rows, decoder = maps.gather(ids), maps.decoder()
             except store.StoreError as error:
                 found.add(type(error))
                 assert "\n" not in str(error)  # noqa: PT017  (or nothing was read wrong)
             else:
-                assert all(np.array_equal(rows[name], truth[name]) for name in truth)
-                assert all(np.array_equal(decoder[name], weights[name]) for name in weights)
-            path.write_bytes(sound)
+                for read, right in ((rows, truth), (decoder, weights)):
+                    wrong = [name for name in right if not np.array_equal(read[name], right[name])]
+                    assert not wrong, f"{damage}: {wrong} are read, and are not what was written"
     assert found >= {store.CorruptChunk, store.DamagedStore}
     assert store.verify(url) == []
 
@@ -78,12 +65,11 @@ def test_a_file_in_the_place_of_any_other_is_found(written, tmp_path):
     write_store(tmp_path / "other", foreign, foreign_arrays, **options_of(schema, 3))
     other, own = contents(tmp_path / "other"), contents(url)
     files, rng = list(own.values()), np.random.default_rng(0)
-    for path in data_files(url):
+    for path in files_of(url):
         name = path.relative_to(url).as_posix()
         for replacement in (other[name], *(files[i] for i in rng.integers(len(files), size=3))):
-            path.write_bytes(replacement)
-            assert bool(store.verify(url)) == (replacement != own[name]), name
-        path.write_bytes(own[name])
+            with damaged(path, replacement):
+                assert bool(store.verify(url)) == (replacement != own[name]), name
 
 
 @pytest.fixture
@@ -97,9 +83,7 @@ def gaussian(tmp_path):
 def test_a_corrupt_chunk_names_its_image(gaussian):
     url, _, arrays = gaussian
     path = shard_file(url, "gaussians", 1)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 4 // 2] ^= 16  # within the first of four images
-    path.write_bytes(data)
+    flip(path, share=1 / 8)  # within the first of four images
     assert damaged_images(url) == [(1, "gaussians", 4, 8)]
     assert "shard 1, gaussians, images 4 to 7: " in str(store.verify(url)[0])
     maps = store.open(url)
@@ -141,8 +125,8 @@ def test_repair_writes_only_what_is_damaged(gaussian):
     written = untouched.stat().st_mtime_ns
     shard_file(url, "gaussians", 1).write_bytes(b"half")
     shard_file(url, "labels", 2).unlink()
-    for damaged in ("zarr.json", "logits/zarr.json"):
-        (url / damaged).write_bytes((url / damaged).read_bytes().replace(b"{", b"[", 1))
+    for name in ("zarr.json", "logits/zarr.json"):
+        (url / name).write_bytes((url / name).read_bytes().replace(b"{", b"[", 1))
     writer = store.repair(url, schema, shard_bytes=4 * schema.bytes_per_image)
     assert [shard.index for shard in writer.pending()] == [1, 2]
     with pytest.raises(store.StoreError, match="incomplete"):

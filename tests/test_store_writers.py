@@ -4,29 +4,26 @@ import itertools
 import os
 import random
 import signal
-import threading
 from pathlib import Path
 
 import pytest
 
 import store
-from processes import FORKS, exit_code
+from damage import contents
+from killing import FORKS, KILLED, InWrite, exit_code
 from store.files import Files
-from stores import contents, make_arrays, make_schema, write_store
+from stores import make_arrays, make_schema, write_store
 
 SIZES = dict(num_images=60, kind="topk", k=3, encoding="uint8")
 
 
-def write(url: Path, rank: int = 0, world: int = 1, kill: tuple | None = None) -> None:
-    """Writes the shards of a rank. ``kill`` is (a number of shards, how many seconds after them
-    this process is killed)."""
+def write(url: Path, rank: int = 0, world: int = 1) -> None:
+    """Writes the shards of a rank."""
     schema = make_schema(**SIZES)
     arrays = make_arrays(schema)
     writer = store.create(url, schema, resume=True, shard_bytes=2 * schema.bytes_per_image)
     pending = [shard for shard in writer.shards[rank::world] if shard in writer.pending()]
-    for number, shard in enumerate(pending):
-        if kill is not None and number == kill[0]:
-            threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for shard in pending:
         part = slice(shard.start, shard.stop)
         writer.write(shard, {name: values[part] for name, values in arrays.items()})
     if not writer.pending():
@@ -44,9 +41,8 @@ def whole(tmp_path_factory):
 
 def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
     url, draw = tmp_path / "s", random.Random()
-    for shards in (0, 1, 3, 7):  # of 30
-        kill = shards, draw.uniform(0, 0.005)
-        assert exit_code(write, url, 0, 1, kill) == -signal.SIGKILL
+    for number in (3, 4, *draw.choices(range(5, 18), k=2)):  # there are two for each of 30 shards
+        assert exit_code(write, url, kill=InWrite(number)) in KILLED
         pending = {shard.index for shard in store.join(url).pending()}
         finished = {
             path: path.stat().st_mtime_ns
@@ -96,7 +92,7 @@ def overwrite(url: Path) -> None:
 def test_a_store_that_was_partly_deleted_names_no_shard_that_is_gone(tmp_path, whole):
     url = tmp_path / "s"
     assert exit_code(write, url) == 0
-    assert exit_code(overwrite, url) == -signal.SIGKILL
+    assert exit_code(overwrite, url) in KILLED
     with pytest.raises(store.UnfinishedStore):
         store.open(url)
     assert exit_code(write, url) == 0

@@ -206,22 +206,6 @@ def test_a_page_of_no_named_image_shows_the_first(small_run, in_process, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (["--image", 150], "image 150: the store has 0 to 149"),
-        (["--html", "out.txt", "--image", 1], "ends in .html"),
-        (["--html", "no/out.html", "--image", 1], "there is no folder"),
-        (["--student", "standard"], "name the student's run with --run-dir"),
-        (["--run-dir", "no"], "not a run directory"),
-    ],
-)
-def test_mistakes_are_one_line(written, in_process, tmp_path, arguments, message):
-    code, out, err = in_process("view", written[0], "--no-open", *arguments, cwd=tmp_path)
-    assert code == 2 and message in err and err.count("\n") == 1 and not out
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     "command", [("view", "--html", "o.html"), ("inspect", "--png", "o.png")], ids=lambda c: c[0]
 )
 def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(
@@ -249,12 +233,6 @@ def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert in_process(*arguments, cwd=folder)[0] == 0
     assert len(list(folder.iterdir())) == len(before) + 1
-
-
-@pytest.mark.parametrize("option", ["--head", "--query"])
-def test_a_number_of_thousands_of_digits_is_one_line(written, in_process, option):
-    code, _, err = in_process("inspect", written[0], "--image", 3, option, MANY)
-    assert (code, err.count("\n")) == (2, 1) and option in err and len(err) < 200
 
 
 def test_the_bundle_has_every_module_once():

@@ -226,27 +226,6 @@ def test_an_export_that_does_not_fit_is_refused(
     assert in_process(*command, "--force")[0] == 0
 
 
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (["--images", "x"], "belong together"),
-        (["--model", "MODEL", "--images", "PICTURES"], "name the store with --out"),
-        (["--model", "MODEL", "--images", "PICTURES", "--out", "o", "--views", 2], "--views"),
-        (["--model", "MODEL", "--images", "PICTURES", "--out", "o", "--kind", "prior"], "or dense"),
-        (["--image-size", 32], "belongs to --model"),
-        (["--model", "MODEL", "--images", "none", "--out", "o"], "no such file or folder"),
-        (["--model", "resnet18.a1_in1k", "--images", "PICTURES", "--out", "o"], "not on this"),
-    ],
-)
-def test_mistakes_of_an_export_are_one_line(
-    model, pictures, tmp_path, in_process, arguments, message
-):
-    named = {"MODEL": model, "PICTURES": pictures}
-    arguments = [named.get(argument, argument) for argument in arguments]
-    code, _, err = in_process("export-maps", *arguments, cwd=tmp_path)
-    assert (code, err.count("\n")) == (2, 1) and message in err and not any(tmp_path.iterdir())
-
-
 def test_a_model_is_random_only_where_that_is_asked_for(pictures, tmp_path, in_process):
     """On the terminal and on the page."""
     command = ("view", "--model", "vit_tiny_patch16_224", "--images", pictures, "--image-size", 32)
@@ -257,20 +236,6 @@ def test_a_model_is_random_only_where_that_is_asked_for(pictures, tmp_path, in_p
     code, _, err = in_process(*command, *page, "--random-weights")
     assert code == 0 and err.startswith("gaupipe: Random weights: vit_tiny_patch16_224")
     assert err.strip().removeprefix("gaupipe: ") in (tmp_path / "page.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (["--model", "MODEL"], "not with local-dir:"),
-        (["--model", "vit_tiny_patch16_224", "--download"], "not with --download"),
-        (["--model", "vit_tiny_patch16"], "timm has no model 'vit_tiny_patch16'"),
-    ],
-)
-def test_random_weights_are_for_a_timm_name(model, pictures, in_process, arguments, message):
-    arguments = [model if argument == "MODEL" else argument for argument in arguments]
-    code, _, err = in_process("view", *arguments, "--images", pictures, "--random-weights")
-    assert (code, err.count("\n")) == (2, 1) and message in err
 
 
 def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypatch):
@@ -290,22 +255,6 @@ def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     model = timm.create_model("vit_tiny_patch16_224", **SIZES | dict(img_size=256))
     size, note = fitted(model)
     assert size == 160 and "--image-size 256 shows all" in note
-
-
-@pytest.mark.parametrize(
-    "source,arguments,message",
-    [
-        ("swin_tiny_patch4_window7_224", {}, "does not attend over all patches"),
-        ("resnet18", {}, "0 attention maps"),
-        ("no_such_model", {}, "timm has no weights"),
-        ("hf-hub:a/b/c", {}, "timm has no weights"),
-        ("vit_tiny_patch16_224", dict(image_size=33), "--image-size 33"),
-    ],
-)
-def test_what_cannot_be_looked_at_is_refused(pictures, source, arguments, message):
-    random_weights = timm.is_model(source)
-    with pytest.raises(UserError, match=message):
-        open_model(source, [pictures], to_look=True, random_weights=random_weights, **arguments)
 
 
 def test_a_file_that_is_no_image_is_refused_by_name(tmp_path, model):

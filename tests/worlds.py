@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from processes import FORKS
+from killing import FORKS
 
 
 def rank_of(rank: int, size: int, port: int, folder: Path, work, arguments) -> None:

@@ -210,7 +210,7 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
         share = settings.val_fraction
         if settings.name == "digits":  # so small that a tenth would say little
             share = 0.2
-        positions, held_out = _stratified(train, positions, share)
+        positions, held_out = _stratified(train, positions, share, "data.val_fraction")
     count = settings.train_images or len(positions)
     if count > len(positions):
         raise UserError(
@@ -218,7 +218,7 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
             f"{settings.name} has {len(positions)} training images"
         )
     if count < len(positions):
-        _, positions = _stratified(train, positions, count)
+        _, positions = _stratified(train, positions, count, "data.train_images")
     split = Split(train, positions)
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -283,7 +283,7 @@ def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def _stratified(
-    source: Source, positions: np.ndarray, share: float | int
+    source: Source, positions: np.ndarray, share: float | int, setting: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Splits positions class by class into (rest, share), each sorted; always the same way."""
     from sklearn.model_selection import train_test_split
@@ -293,6 +293,6 @@ def _stratified(
         rest, taken = train_test_split(positions, test_size=share, stratify=labels, random_state=0)
     except ValueError as error:
         raise UserError(
-            f"cannot take {share} of {len(positions)} images class by class: {error}"
+            f"{setting}: cannot take {share} of {len(positions)} images class by class: {error}"
         ) from None
     return np.sort(rest), np.sort(taken)

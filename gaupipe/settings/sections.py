@@ -98,9 +98,13 @@ def problem(error: ValidationError, section: type[BaseModel]) -> str:
     """The first problem of the settings of a ``section`` in one line: where, what, and the
     value."""
     first = error.errors()[0]
-    location = ".".join(map(str, first["loc"])) or "settings"
+    parts = first["loc"]
     if first["type"] == "extra_forbidden":
-        return f"unknown setting {location!r}; {_hint(location, section)}"
+        unknown = ".".join(map(str, parts))
+        return f"unknown setting {unknown!r}; {_hint(unknown, section)}"
+    # of a setting with several types pydantic adds the type it tried, such as "constrained-int"
+    names = [str(part) for part in parts if isinstance(part, int) or part.isidentifier()]
+    location = ".".join(names) or "settings"
     message = first["msg"].removeprefix("Value error, ")
     given = "" if isinstance(first["input"], dict) else f", got {first['input']!r:.100}"
     return f"{location}: {message[0].lower() + message[1:]}{given}"
