@@ -9,6 +9,7 @@ those of pictures/train/{cat,dog}, on which plain/ was trained.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -102,6 +103,21 @@ def only_class(name: str) -> Change:
 
 def copy(source: str, name: str) -> Change:
     return lambda folder: shutil.copytree(folder / source, folder / name)
+
+
+def of_student(**changes: Any) -> Change:
+    """Changes config.json of the student, some of ``model_args`` too, and takes its digest out: so
+    another program may have written it."""
+
+    def change(folder: Path) -> None:
+        path = folder / STUDENT / "student" / "config.json"
+        config = json.loads(path.read_text())
+        del config["sha256"]
+        if isinstance(changes.get("model_args"), dict):
+            changes["model_args"] = config["model_args"] | changes["model_args"]
+        damage.put(path, json.dumps(config | changes).encode())
+
+    return change
 
 
 def both(*changes: Change) -> Change:
@@ -686,6 +702,7 @@ FILES = [
     ),
 ]
 
+WRONG_SIZES = {"embed_dim": 10**9, "depth": 2, "in_chans": 3, "num_heads": 5}
 CONFIG = "runs/tiny/config.yaml"
 DIGEST = "runs/tiny/phase_a/teacher_sha256"
 
@@ -740,6 +757,24 @@ RUNS = [
         remove(f"{STUDENT}/student/config.json"),
     ),
     Row(EVALUATE, "runs/tiny phase-b", remove(f"{STUDENT}/student")),
+    *(
+        Row(
+            EVALUATE,
+            f"{STUDENT}/student --resume",
+            both(of_student(), write(f"{STUDENT}/student/{name}", content)),
+        )
+        for name in ("config.json", "model.safetensors")
+        for content in (b"", b"{}", b"[" * 10**5, b"\xff" * 100, b"\0" * 7 + b"@{}")
+    ),
+    *(
+        Row(EVALUATE, f"{STUDENT}/student --resume", of_student(**changes))
+        for changes in (
+            *({"architecture": name} for name in ("resnet18", "no_such_model", 3)),
+            {"model_args": None},
+            {"num_classes": 7, "model_args": {"num_classes": 7}},
+            *({"model_args": {name: value}} for name, value in WRONG_SIZES.items()),
+        )
+    ),
     Row(
         EVALUATE,
         f"{STUDENT}/student phase-b",
