@@ -244,8 +244,10 @@ class Place:
     def choose(self, job: TeacherJob[Any], options: dict[str, Any]) -> ExportSettings:
         """The kind of the store and its encoding, k and views."""
         stored = None if self.overwrite else stored_export(self.url)
-        height, width = job.shape.grid
-        return chosen(job.settings, stored, options, height * width)
+        student = None
+        if not job.settings.phase_a.learns_gaussians:
+            student = job.student_shape
+        return chosen(job.settings, stored, options, job.shape, student)
 
     @contextlib.contextmanager
     def held(self, job: TeacherJob[Any], schema: store.Schema) -> Iterator[None]:
@@ -378,6 +380,10 @@ def announcement(schema: store.Schema, images: int) -> str:
     """The amount that is about to be written, in one line."""
     written, entry, size = schema.num_images - images, entry_of(schema), schema.bytes_per_image
     kind = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
+    if blocks := schema.extra.get("layers"):
+        kind += f" of blocks {', '.join(map(str, blocks))}"
+    if "pooled_from" in schema.extra:
+        kind += " on {} x {} tokens".format(*schema.grid)
     each = f", {schema.views} of each image," if schema.views > 1 else ""
     already = f", {written:,} are there already" if written else ""
     return (
