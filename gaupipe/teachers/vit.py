@@ -14,7 +14,7 @@ import itertools
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from timm.layers import Attention
@@ -178,13 +178,7 @@ class VitTeacher(nn.Module):
         embedding what belongs to patches, and the head, if it has one for the data set's classes,
         in their order. Raises UserError for a model that is not timm's ``VisionTransformer`` with
         standard attention."""
-        attentions = [getattr(block, "attn", None) for block in getattr(self.model, "blocks", ())]
-        known = (Attention, ATTENTION["standard"])
-        standard = all(
-            type(attention) in known and getattr(attention, "prior", None) is None
-            for attention in attentions
-        )
-        if not isinstance(self.model, VisionTransformer) or not standard:
+        if not has_standard_attention(self.model):
             raise UserError(
                 f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
                 "phase_b.warm_start=none, or a VisionTransformer with standard attention"
@@ -298,6 +292,16 @@ def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
     if not numbers.keys() >= {*data.class_names}:
         return None
     return [numbers[name] for name in data.class_names]
+
+
+def has_standard_attention(model: nn.Module) -> TypeGuard[VisionTransformer]:
+    """True for a VisionTransformer of timm's with standard attention, without a prior of ours."""
+    known = (Attention, ATTENTION["standard"])
+    attentions = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
+    return isinstance(model, VisionTransformer) and all(
+        type(attention) in known and getattr(attention, "prior", None) is None
+        for attention in attentions
+    )
 
 
 def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from functools import partial
 
 from gaupipe.data.splits import ImageData
@@ -75,8 +76,9 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     with opened_teacher(run, job.settings, job.data, resume):
         path = run.phase_a / "metrics.jsonl"
         if not distributed.broadcast(path.is_file()):
+            started = time.monotonic()
             probe_where_others_are_predicted(job)
-            metrics = measure(job)
+            metrics = measure(job, started)
             path.parent.mkdir(exist_ok=True)
             distributed.on_main(partial(write_whole, path, json.dumps(metrics) + "\n"))
         write_digest(run, job)
