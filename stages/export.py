@@ -41,7 +41,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from stages import phase_a
-from stages.phase_a.trained_vit import probe_where_others_are_predicted
+from stages.phase_a.trained_vit import probe_where_others_are_predicted, say_what_students_lack
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan
@@ -151,6 +151,7 @@ def run(
         return None
     with request.run.locked():
         job = distributed.main_first(lambda: request.load(settings, data))
+        say_what_students_lack(job)
         probe_where_others_are_predicted(job)
         return export(job, request.place, request.kind_options)
 

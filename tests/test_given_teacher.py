@@ -9,6 +9,7 @@ import torch
 from arguments import sets
 from gaupipe.models import save_student
 from gaupipe.settings import load as config
+from gaupipe.teachers.vit import parts_of_teachers
 from stages.run import speed_of
 from stages.runs.choices import choose
 from stages.runs.directory import RunDirectory
@@ -127,6 +128,35 @@ def test_a_class_with_one_image_is_refused(vit, tmp_path, in_process, alpha):
     code, _, err = in_process(*command, *TINY, *sets(f"phase_b.alpha={alpha}"))
     assert "the class eel has 1 training images" in err
     assert code == (2 if alpha else 0), err
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("vit_tiny_patch16_224", []),
+        ("vit_small_patch14_dinov2", ["LayerScale"]),
+        ("vit_small_patch14_reg4_dinov2", ["register tokens", "LayerScale"]),
+        ("vit_small_patch16_dinov3", ["register tokens", "LayerScale", "rotary positions"]),
+        ("eva02_tiny_patch14_224", ["rotary positions"]),
+        ("deit3_small_patch16_224", ["LayerScale"]),
+    ],
+)
+def test_parts_that_a_student_lacks_are_named(name, parts):
+    with torch.device("meta"):
+        assert parts_of_teachers(timm.create_model(name, depth=1)) == parts
+
+
+def test_a_teacher_with_such_parts_is_spoken_of_once(tmp_path, in_process):
+    photos(tmp_path / "photos", size=(24, 24), count=14)
+    sizes = dict(img_size=28, patch_size=14, embed_dim=24, num_heads=3, depth=2, num_classes=2)
+    model = timm.create_model("vit_small_patch14_reg4_dinov2", **sizes)
+    save_student(model, tmp_path / "reg", label_names=["dog", "cat"])
+    teacher = f"local-dir:{tmp_path / 'reg'}"
+    command = ["run", "--data", tmp_path / "photos", "--teacher", teacher, *TINY]
+    code, _, err = in_process(*command, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    assert err.count("has register tokens and LayerScale, which its student lacks") == 1
+    assert "its own head predicts the classes, matched by name: " in err
 
 
 def test_the_speed_of_a_larger_vit_is_lower():

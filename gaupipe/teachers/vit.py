@@ -294,6 +294,19 @@ def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
     return [numbers[name] for name in data.class_names]
 
 
+def parts_of_teachers(model: nn.Module) -> list[str]:
+    """Names of the parts that a ViT has and its student lacks, of those for which students lost up
+    to 5 points (*arXiv 2605.07191*)."""
+    names = {type(module).__name__ for module in model.modules()}
+    parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    parts = {
+        "register tokens": getattr(model, "num_reg_tokens", 0) or "reg_token" in parameters,
+        "LayerScale": "LayerScale" in names or "gamma_1" in parameters,
+        "rotary positions": getattr(model, "rope", None) is not None,
+    }
+    return [part for part, has in parts.items() if has]
+
+
 def has_standard_attention(model: nn.Module) -> TypeGuard[VisionTransformer]:
     """True for a VisionTransformer of timm's with standard attention, without a prior of ours."""
     known = (Attention, ATTENTION["standard"])
