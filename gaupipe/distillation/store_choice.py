@@ -42,6 +42,12 @@ class MapShape:
         return MapShape(export.grid or self.grid, layers, self.heads)
 
 
+SHARE_OF_KEYS = 4
+"""One key in so many is stored. Of DeiT-Ti's maps on photos the mean total variation to the whole
+map is then 0.09 on 64 tokens, 0.07 on 196, and with 8 keys 0.17 and 0.28."""
+MOST_KEYS = 255
+
+
 def default_kind(settings: Settings, encoding: str | None = None) -> str:
     """The smallest kind that loses nothing of a Gaussian teacher: what it learned of an image, or
     ``gaussian`` where 8-bit codes are asked for, which only that kind has. ``topk`` for a trained
@@ -80,7 +86,10 @@ def chosen(
         changes = compared(export, settings.phase_b, teacher, student)
     k = export.k or kind.default_k
     if export.k is None and k is not None and teacher is not None:
-        k = min(k, math.prod(changes.get("grid") or export.grid or teacher.grid))
+        tokens = math.prod(changes.get("grid") or export.grid or teacher.grid)
+        if student is not None:  # nobody learns from the maps of a model on image files
+            k = min(max(k, -(-tokens // SHARE_OF_KEYS)), MOST_KEYS)
+        k = min(k, tokens)
     encoding = export.encoding or kind.default_encoding
     return export.model_copy(update={"kind": name, "encoding": encoding, "k": k, **changes})
 

@@ -39,7 +39,6 @@ BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images
 FEWEST_EPOCHS = 12
 MOST_EPOCHS = 90
 FINE_TUNING_EPOCHS = 10
-QUERY_BYTES = 16  # of a query in a store of eight keys
 MOST_BYTES = 2e9  # of all stored views
 
 LOCAL_STDS = {1: [1.5], 2: [0.8, 2.0]}
@@ -129,7 +128,8 @@ def choose(
         maps = _choose_slice(choices, teacher, SLICE_WIDTH[gpu], depth)
     epochs = min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS)
     _choose_training(choices, images, epochs)
-    view_bytes = images * tokens * maps * QUERY_BYTES
+    query_bytes = 2 * max(8, tokens // 4)  # in a store of a quarter of the keys
+    view_bytes = images * tokens * maps * query_bytes
     _choose_augmentation(choices, facts.counts, size, view_bytes)
     return choices
 
@@ -295,7 +295,7 @@ def _choose_augmentation(
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", views, reason)
     if is_trained(teacher):
-        reason = "the keys of each query with the largest attention, a tenth of a whole map"
+        reason = "a quarter of each query's keys, those with the largest attention"
         choices.choose("export.kind", "topk", reason)
 
 
