@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -23,7 +23,7 @@ from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
-from gaupipe.teachers.vit import VitTeacher
+from gaupipe.teachers.vit import VitTeacher, as_taken
 from gaupipe.training.student import build_student
 
 MOST_NUMBERS = 10**8
@@ -62,9 +62,8 @@ class TeacherJob(Generic[Kind]):
         settings, data = self.settings.data, self.data
         size = batch_size or settings.eval_batch_size
         if isinstance(self.teacher, VitTeacher):
-            takes, teacher = self.teacher.takes, self.teacher
-            data = replace(data, image_size=takes.size, mean=takes.mean, std=takes.std)
-            split = Split(split.source.at(takes.size, takes.interpolation), split.positions)
+            teacher = self.teacher
+            split, data = as_taken(split, data, teacher.takes)
             tokens = teacher.prefix + math.prod(teacher.grid)
             numbers = teacher.layers * teacher.heads * tokens**2
             size = min(size, max(1, MOST_NUMBERS // numbers))

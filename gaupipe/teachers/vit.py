@@ -22,12 +22,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.data.splits import ImageData
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.maps.views import pool_map, without_prefix
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.capture import AttentionReader, attention_map, use_fused_attention
+from gaupipe.vit.slicing import spread_of_stream
 
 SETTING = "phase_a.teacher"
+IMAGES_OF_SPREAD = 128
 READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
 
 
@@ -273,6 +276,21 @@ def input_of(model: Any, data: ImageData, name: str) -> Input:
 
     mean, std = trained_with("mean", data.mean), trained_with("std", data.std)
     return Input(int(sizes[0]), interpolation, mean, std)
+
+
+def as_taken(split: Split, data: ImageData, takes: Input) -> tuple[Split, ImageData]:
+    """A split of a data set, and the data set itself, as a model ``takes`` their images."""
+    taken = replace(data, image_size=takes.size, mean=takes.mean, std=takes.std)
+    return Split(split.source.at(takes.size, takes.interpolation), split.positions), taken
+
+
+def spread_of(vit: VisionTransformer, data: ImageData, takes: Input) -> Tensor:
+    """:func:`~gaupipe.vit.slicing.spread_of_stream` of a model in eval mode on some of the training
+    images of a data set, as it ``takes`` them."""
+    split, taken = as_taken(data.train, data, takes)
+    device = next(vit.parameters()).device
+    batches = Batches(split, taken, device, 32).in_order(split.evenly_spaced(IMAGES_OF_SPREAD))
+    return spread_of_stream(vit, (batch.images for batch in batches))
 
 
 def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
