@@ -41,7 +41,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from stages import phase_a
-from stages.phase_a.trained_vit import probe_where_others_are_predicted
+from stages.phase_a.trained_vit import probe_where_others_are_predicted, say_what_students_lack
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan
@@ -151,6 +151,7 @@ def run(
         return None
     with request.run.locked():
         job = distributed.main_first(lambda: request.load(settings, data))
+        say_what_students_lack(job)
         probe_where_others_are_predicted(job)
         return export(job, request.place, request.kind_options)
 
@@ -244,8 +245,10 @@ class Place:
     def choose(self, job: TeacherJob[Any], options: dict[str, Any]) -> ExportSettings:
         """The kind of the store and its encoding, k and views."""
         stored = None if self.overwrite else stored_export(self.url)
-        height, width = job.shape.grid
-        return chosen(job.settings, stored, options, height * width)
+        student = None
+        if not job.settings.phase_a.learns_gaussians:
+            student = job.student_shape
+        return chosen(job.settings, stored, options, job.shape, student)
 
     @contextlib.contextmanager
     def held(self, job: TeacherJob[Any], schema: store.Schema) -> Iterator[None]:
@@ -378,6 +381,10 @@ def announcement(schema: store.Schema, images: int) -> str:
     """The amount that is about to be written, in one line."""
     written, entry, size = schema.num_images - images, entry_of(schema), schema.bytes_per_image
     kind = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
+    if blocks := schema.extra.get("layers"):
+        kind += f" of blocks {', '.join(map(str, blocks))}"
+    if "pooled_from" in schema.extra:
+        kind += " on {} x {} tokens".format(*schema.grid)
     each = f", {schema.views} of each image," if schema.views > 1 else ""
     already = f", {written:,} are there already" if written else ""
     return (

@@ -17,6 +17,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.progress import EpochMetrics
+from gaupipe.teachers.vit import spread_of
 from gaupipe.training.job import Training, train
 from gaupipe.training.job import build as build_plain
 from gaupipe.training.student import build_student
@@ -64,7 +65,11 @@ def start(request: StudentRequest, data: ImageData, afresh: bool) -> Training:
     if teacher is not None and settings.phase_b.warm_start != "none" and afresh:
         vit = phase_a.load(teacher, data, with_images=False).teacher
         how = settings.phase_b.warm_start
-        start_from_teacher(job.student, how, vit.weights(), vit.heads, vit.grid)
+        weights = vit.weights()
+        spread = None
+        if how == "slice":
+            spread = spread_of(vit.model, data, vit.takes)
+        start_from_teacher(job.student, how, weights, vit.heads, vit.grid, spread)
     return job
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from rich.table import Column, Table
 from timm.models import get_pretrained_cfg, is_model
+from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
@@ -17,8 +18,7 @@ from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation import gaussian_teacher, vit_teacher
 from gaupipe.distillation.job import PRELOAD_BYTES
-from gaupipe.distillation.store_choice import planned_export
-from gaupipe.distillation.student import MapShape
+from gaupipe.distillation.store_choice import MapShape, planned_export
 from gaupipe.distillation.vit_teacher import build_model
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import select_device
@@ -107,7 +107,8 @@ def run(
         train = settings.baseline_training
         if not plain:
             train = train.model_copy(update={"epochs": settings.baseline_epochs})
-        stages["plain"] = of_student(settings, data, "plain", train, world_size)
+        built = build_student(settings, data, train, "meta")
+        stages["plain"] = of_student(settings, built, data, "plain", train, world_size)
     for stage in stages.values():
         if "epochs" in stage:
             stage["steps"] = stage["epochs"] * -(-images // settings.data.batch_size)
@@ -137,13 +138,13 @@ def plan_phases(
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
     train = settings.student_training
-    student = of_student(settings, data, "distilled", train, world_size)
+    built = build_student(settings, data, train, "meta")
+    student = of_student(settings, built, data, "distilled", train, world_size)
     if settings.phase_a.is_local:
         local.check(settings, data)
         return {"phase_b": student}, 0
     teacher = build_teacher(settings, data)
-    shape = MapShape.of(teacher)
-    export = planned_export(settings, teacher, shape.grid, shape.layers)
+    export = planned_export(settings, teacher, MapShape.of(teacher), MapShape.of(built))
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = store_bytes(settings, teacher, export, images, data.num_classes)
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
@@ -167,6 +168,7 @@ def plan_phases(
 
 def of_student(
     settings: Settings,
+    student: VisionTransformer,
     data: ImageData,
     how: str,
     train: TrainSettings,
@@ -174,7 +176,6 @@ def of_student(
 ) -> Stage:
     """The training of a student."""
     ema = train.optim.ema
-    student = build_student(settings, data, train, "meta")
     parameters = count_parameters(student)
     return {
         "model": f"{settings.model.attention}, {how}",

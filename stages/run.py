@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from rich.table import Table
+from torch import Tensor, nn
 
+from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
@@ -17,6 +23,7 @@ from gaupipe.training.student import check_baseline
 from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_student
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,10 @@ class Line:
     """Accuracies are None for a teacher that predicts nothing."""
     val_acc: float | None
     seconds: float
+    parameters: int | None = None
+    images_per_s: float | None = field(default=None, compare=False)
+    """Of predictions. Both are None where the teacher is trained in the run: it is as large as its
+    student."""
 
 
 def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list[Line]:
@@ -55,20 +66,10 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     export.ensure(run_dir, export=settings.export, data=data)
     folder = run_directory.student(attention)
     student = phase_b.run(run_dir, attention, resume=folder.exists(), data=data)
-    last = teacher[-1]
     phase = settings.phase_b
     weights_alone = phase.alpha == phase.gamma == 0 and phase.warm_start != "none"
     made = "from the teacher" if weights_alone else "distilled"
-    lines = [
-        Line(
-            "teacher (phase A)",
-            last["epoch"],
-            last["train_acc"],
-            last["val_acc"],
-            total_seconds(teacher),
-        ),
-        line(f"{attention}, {made}", student, folder),
-    ]
+    lines = [line_of_teacher(teacher), line(f"{attention}, {made}", student, folder)]
     if settings.baseline.epochs != 0:
         folder = run_directory.student(attention, distilled=False)
         begun = folder.exists()
@@ -78,7 +79,50 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         if before.epochs < settings.baseline_epochs and distributed.is_main():
             both = f"both phases have {settings.baseline_epochs} epochs"
             print(f"gaupipe: {folder} is from before phase A: {both}", file=sys.stderr)
+    if teacher[-1]["epoch"] == 0 and not settings.phase_a.is_local:
+        measure = partial(with_sizes, lines, run_dir, attention, data)
+        lines = distributed.broadcast(distributed.on_main(measure))
     return lines
+
+
+def line_of_teacher(metrics: list[EpochMetrics]) -> Line:
+    """The teacher's line of the table. One that was trained before, and predicts other classes, has
+    the accuracy of a linear head."""
+    last = metrics[-1]
+    model = "teacher (phase A)"
+    if last["epoch"] == 0 and last["train_acc"] is None and last["val_acc"] is not None:
+        model = "teacher, linear head"
+    seconds = total_seconds(metrics)
+    return Line(model, last["epoch"], last["train_acc"], last["val_acc"], seconds)
+
+
+def with_sizes(lines: list[Line], run_dir: Path, attention: str, data: ImageData) -> list[Line]:
+    """The lines of a trained teacher, its student and the baseline, if there is one, with their
+    parameters and speeds."""
+    job = phase_a.load(RunDirectory(run_dir), data)
+    models = [(job.teacher.model, job.teacher.takes.size)]
+    for distilled in (True, False)[: len(lines) - 1]:
+        student = load_student(run_dir, attention, distilled)
+        models += [(student.model, data.image_size)]
+    sized = []
+    for line, (model, size) in zip(lines, models, strict=True):
+        speed = speed_of(model.to(job.device), torch.zeros(8, data.channels, size, size))
+        sized.append(replace(line, parameters=count_parameters(model), images_per_s=speed))
+    return sized
+
+
+@torch.inference_mode()
+def speed_of(model: nn.Module, images: Tensor) -> float:
+    """Predictions a second of a ViT: the best of some batches of these images, as other programs
+    may run beside it."""
+    device = next(model.parameters()).device
+    images = images.to(device)
+    best = math.inf
+    for _ in range(6):
+        started = time.perf_counter()
+        model(images).cpu()
+        best = min(best, time.perf_counter() - started)
+    return len(images) / best
 
 
 def line(model: str, metrics: list[EpochMetrics], folder: Path) -> Line:
@@ -93,10 +137,18 @@ def line(model: str, metrics: list[EpochMetrics], folder: Path) -> Line:
 def table(lines: Sequence[Line], title: str) -> Table:
     """The summary of :func:`run` for the terminal."""
     shown = Table(title=title, title_justify="left")
-    for column in ("", "epochs", "train acc.", "validation acc.", "seconds"):
-        shown.add_column(column, justify="right" if column else "left")
+    sized = lines[0].parameters is not None
+    columns = ["", "epochs", "train acc.", "validation acc.", "seconds"]
+    if sized:  # no column for the training images, on which a linear head is not scored
+        columns = ["", "epochs", "validation acc.", "seconds", "parameters", "images/s"]
+    for column in columns:
+        shown.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for line in lines:
         accuracies = [line.train_acc, line.val_acc]
         percents = ["-" if one is None else f"{100 * one:.2f} %" for one in accuracies]
-        shown.add_row(line.model, str(line.epochs), *percents, f"{line.seconds:.1f}")
+        cells = [line.model, str(line.epochs), *percents, f"{line.seconds:.1f}"]
+        if sized:
+            cells.pop(2)
+            cells += [f"{line.parameters:,}", f"{line.images_per_s:,.0f}"]
+        shown.add_row(*cells)
     return shown

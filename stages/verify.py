@@ -55,7 +55,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=job.sha256)
     differences = list(differing_decoder(maps, job))
     batches = job.batches(job.data.train)
-    size = job.settings.data.eval_batch_size
+    size = batches.batch_size
     spans = [
         (start, min(start + size, shard.stop))
         for shard in maps.shards

@@ -14,7 +14,7 @@ import gaupipe
 from gaupipe.attention.base import StudentAttention
 from gaupipe.distillation.local import LocalMaps, local_maps, wrong_places
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps
-from gaupipe.distillation.student import MapShape
+from gaupipe.distillation.store_choice import MapShape
 from gaupipe.maps.gaussians import local_map
 from gaupipe.models import forward_with_maps
 from gaupipe.settings import load as config

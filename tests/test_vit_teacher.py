@@ -72,7 +72,6 @@ def maps_by_numpy(model, tokens: torch.Tensor) -> list[np.ndarray]:
 def test_maps_are_the_softmax_between_patches_renormalised(name, size, prefix):
     model, pictures = small(name, size), images(size=size)
     teacher = VitTeacher(model, data(size, mean=0.485), name)
-    teacher.rescale = None  # the oracle sees the same numbers
     with torch.inference_mode():
         logits, seen = teacher.forward_with_maps(pictures)
         x = model.patch_embed(pictures)
@@ -160,13 +159,21 @@ def test_without_names_the_number_of_classes_decides():
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"size": 48}, r"images of blobs .*48.*32.*img_size: 48"),
-        ({"channels": 1}, r"images of blobs .*3 channels.*in_chans: 1"),
+        ({}, r"images of blobs, of 1 channels .* 32 x 32 .*in_chans: 1"),
+        ({"img_size": (32, 48)}, r"vit: takes images of 32 x 48: squares of one size .*img_size"),
     ],
 )
-def test_a_teacher_of_other_images_is_refused(changes, message):
+def test_a_teacher_whose_images_cannot_be_made_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
-        VitTeacher(small(), data(**changes), "vit")
+        VitTeacher(small(**changes), data(channels=1), "vit")
+
+
+def test_a_teacher_without_a_size_is_refused():
+    model = small()
+    model.patch_embed.img_size = None
+    model.pretrained_cfg = {"mean": (0.5,) * 3}
+    with pytest.raises(UserError, match="vit: takes images of no fixed size"):
+        VitTeacher(model, data(), "vit")
 
 
 @pytest.mark.parametrize("classes", [0, 5])
@@ -182,11 +189,15 @@ def test_a_teacher_that_gives_no_numbers_is_refused_by_name(classes):
         teacher.forward_with_maps(images())
 
 
-def test_images_are_normalised_as_the_teacher_learned_them():
-    model, raw = small(), images().abs()
-    logits = VitTeacher(model, data(mean=0.3, std=0.2), "vit")((raw - 0.3) / 0.2)
-    mean, std = (torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
-    torch.testing.assert_close(logits, model((raw - mean) / std), atol=1e-4, rtol=1e-4)
+def test_images_are_taken_as_the_teacher_learned_them():
+    model = small()
+    model.pretrained_cfg = dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, interpolation="bicubic")
+    takes = VitTeacher(model, data(8, mean=0.3, std=0.2), "vit").takes
+    assert (takes.size, takes.interpolation) == (32, "bicubic")
+    assert (takes.mean, takes.std) == ((0.1, 0.2, 0.3), (0.4,) * 3)
+    model.pretrained_cfg = {}
+    takes = VitTeacher(model, data(8, mean=0.3, std=0.2), "vit").takes
+    assert (takes.mean, takes.std) == ((0.3,) * 3, (0.2,) * 3)
 
 
 @pytest.mark.parametrize(
@@ -207,8 +218,12 @@ def test_the_digest_follows_all_that_shows_other_maps():
         return VitTeacher(model, data(**changes), name).sha256()
 
     model = small()
-    digests = [digest(model), digest(model, mean=0.4)]
-    assert digest(model, "another name") == digests[0]
+    digests = [digest(model)]
+    assert digest(model, "another name", mean=0.4, size=8) == digests[0]
+    scaled = small()
+    scaled.load_state_dict(model.state_dict())
+    scaled.pretrained_cfg = {**scaled.pretrained_cfg, "mean": (0.4,) * 3}
+    digests.append(digest(scaled))
     for changes in ({"num_heads": 4}, {"act_layer": "relu"}):
         other = small(**changes)
         other.load_state_dict(model.state_dict())

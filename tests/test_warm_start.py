@@ -10,7 +10,9 @@ from gaupipe.distillation.warm_start import start_from_teacher, warm_start
 from gaupipe.models import forward_with_maps
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
+from gaupipe.vit.slicing import in_components, spread_of_stream
 from stages import run
+from test_vit_teacher import small
 
 CLASS = dict(class_token=True, global_pool="token")
 REGISTERS = dict(class_token=True, reg_tokens=2, no_embed_class=True)
@@ -123,6 +125,43 @@ def test_a_slice_of_a_vit_whose_other_channels_are_zero_computes_what_the_vit_do
     assert maps[0].exp().std() > 0.005 and maps[2].exp().std() > 0.005  # not uniform
     fresh = [student.get_submodule("blocks.0.attn.qkv").weight, small.blocks[0].attn.qkv.weight]
     assert torch.equal(*fresh)
+
+
+def pictures(count: int = 20, **shape: int) -> torch.Tensor:
+    sizes = [count, shape.get("channels", 1), *[shape.get("size", 8)] * 2]
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_principal_components_compute_what_a_vit_does_whose_stream_has_no_more(heads):
+    """Each channel of the large one is there twice: half as many components are all of it."""
+    large = grown(random_vit(), heads)
+    student = random_vit(depth=2)
+    spread = spread_of_stream(large, [pictures()])
+    assert spread.trace() == pytest.approx(1)
+    assert torch.linalg.matrix_rank(spread, atol=1e-6) == 15  # 16, less the mean
+    start_from_teacher(student, "slice", large.state_dict(), heads, (4, 4), spread)
+    for block in student.blocks:
+        block.attn.scale = large.blocks[0].attn.scale
+        block.attn.fused_attn = False
+    images = pictures(3)
+    torch.testing.assert_close(student(images), large(images), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "vit_small_patch14_dinov2", "deit_tiny_distilled_patch16_224"]
+)
+def test_all_components_of_a_vit_compute_what_it_does(name):
+    """Gains and biases of its norms, and its LayerScale, are in the matrices beside them."""
+    model = small(name, size=28, patch_size=14)
+    spread = spread_of_stream(model, [pictures(channels=3, size=28)])
+    turned = in_components(model.state_dict(), spread, 48)
+    assert not torch.equal(turned["norm.weight"], model.state_dict()["norm.weight"])
+    images = pictures(2, channels=3, size=28)
+    with torch.inference_mode():
+        expected = model(images)
+        model.load_state_dict(turned)
+        torch.testing.assert_close(model(images), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_slice_leaves_what_the_student_has_not_and_resizes_position_and_patch_embedding():

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
@@ -84,11 +85,17 @@ def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> list[np.ndarr
 
 class Augment:
     """The augmentation of one image at a time: everything in the settings but Mixup and CutMix
-    (:func:`mix`)."""
+    (:func:`mix`).
 
-    def __init__(self, settings: AugmentSettings, seed: int) -> None:
+    Shifts and boxes are drawn in the pixels of square images whose side is ``size``, None for that
+    of the images that are augmented. Images of another size, such as a teacher's, get the same
+    views: what is drawn is scaled, and rounded to pixels.
+    """
+
+    def __init__(self, settings: AugmentSettings, seed: int, size: int | None = None) -> None:
         self.settings = settings
         self.seed = seed
+        self.size = size
 
     def __call__(
         self,
@@ -112,11 +119,15 @@ class Augment:
         settings = self.settings
         count = len(images)
         height, width = images.shape[-2:]
+        ratio = 1.0
+        if self.size is not None:
+            ratio = width / self.size
         offset = np.zeros((count, 2))
         scale = np.ones((count, 2))
         if places is not None:
             offset, scale = np.split(places.numpy(), 2, axis=1)
         elif settings.resized_crop:
+            assert ratio == 1  # a crop of a smaller square would be blurred: see crops_of_squares
             draws = uniforms(self.seed, epoch, image_ids, 4 * ATTEMPTS, RESIZED_CROP)
             boxes = crop_boxes(draws, (height, width), settings.resized_crop)
             crops = [
@@ -130,9 +141,9 @@ class Augment:
             steps = uniforms(self.seed, epoch, image_ids, 2, SHIFT) * (2 * padding + 1)
             shifts = np.floor(steps).astype(np.int64) - padding
             flips = settings.flip & (uniforms(self.seed, epoch, image_ids, 1, FLIP)[:, 0] < 0.5)
-            images = shift_and_flip(images, shifts, flips)
+            images = shift_and_flip(images, np.rint(shifts * ratio).astype(np.int64), flips)
             # a shift is in pixels of the view, which may be an enlarged part of the image
-            offset = offset + scale * (2 * shifts / np.array([width, height]))
+            offset = offset + scale * (2 * shifts * ratio / np.array([width, height]))
             scale = scale * np.stack([np.where(flips, -1, 1), np.ones(count)], axis=-1)
         if settings.randaugment:
             images = self._randaugment(settings.randaugment, images, image_ids, epoch)
@@ -168,6 +179,30 @@ class Augment:
             places.append(np.concatenate(_lies(box, start, extent), axis=1))
         return torch.stack(crops).contiguous(), torch.from_numpy(np.concatenate(places))
 
+    def crops_of_squares(
+        self,
+        images: Iterable[Tensor],
+        image_ids: np.ndarray,
+        epochs: np.ndarray,
+        size: int,
+        interpolation: str,
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`crops`, of the crops that a call draws of the squares that these images become:
+        each is cut from the image itself [C, height, width], C 1 or 3, and so has its detail."""
+        assert self.settings.resized_crop
+        assert self.size is not None
+        draws = uniforms(self.seed, epochs, image_ids, 4 * ATTEMPTS, RESIZED_CROP)
+        square = (self.size, self.size)
+        boxes = crop_boxes(draws, square, self.settings.resized_crop)
+        crops = []
+        for image, (top, left, height, width) in zip(images, boxes.tolist(), strict=True):
+            start, extent = middle_square(image.shape[1], image.shape[2], self.size)
+            corners = np.array([[left, top], [left + width, top + height]])
+            corners = start + corners * extent / self.size
+            crops.append(cut(image, corners, size, interpolation))
+        places = _lies(boxes, np.zeros(2), np.array(square))
+        return torch.stack(crops), torch.from_numpy(np.concatenate(places, axis=1))
+
     def _randaugment(
         self,
         settings: RandAugmentSettings,
@@ -193,7 +228,10 @@ class Augment:
     def _erase(self, images: Tensor, image_ids: Tensor, epoch: int | np.ndarray) -> Tensor:
         draws = uniforms(self.seed, epoch, image_ids, 4 + 4 * ATTEMPTS, ERASING)
         size = (images.shape[-2], images.shape[-1])
+        if self.size is not None:
+            size = (self.size, self.size)
         boxes, fits = _boxes(draws[:, 4:], size, (0.02, 1 / 3), (0.3, 10 / 3))
+        boxes = np.rint(boxes * (images.shape[-1] / size[1])).astype(np.int64)
         colours = torch.from_numpy(np.floor(draws[:, 1:4] * 256).astype(np.uint8)).to(images.device)
         images = images.clone()
         for number in np.flatnonzero(fits & (draws[:, 0] < self.settings.erasing)):
@@ -231,6 +269,20 @@ def _lies(
     sizes = boxes[:, [3, 2]]  # (width, height)
     offset = (2 * (corners - start) + sizes) / extent - 1  # of the box's middle
     return offset, sizes / extent
+
+
+def cut(image: Tensor, corners: np.ndarray, size: int, interpolation: str) -> Tensor:
+    """A part of an image uint8 [C, height, width], C 1 or 3, as a square of ``size`` pixels a side.
+    Its ``corners`` [[left, top], [right, bottom]] are pixels, but need not be whole: Pillow, unlike
+    torchvision, resizes such a part, with antialiasing."""
+    channels, height, width = image.shape
+    corners = np.clip(corners, 0, [width, height])  # they were rounded
+    pixels = image.permute(1, 2, 0).numpy()
+    if channels == 1:
+        pixels = pixels[..., 0]
+    filter = Image.Resampling[interpolation.upper()]
+    resized = Image.fromarray(pixels).resize((size, size), filter, tuple(corners.flatten()))
+    return torch.from_numpy(np.array(resized).reshape(size, size, channels)).permute(2, 0, 1)
 
 
 def middle_square(height: int, width: int, size: int) -> tuple[np.ndarray, np.ndarray]:

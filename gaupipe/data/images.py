@@ -3,6 +3,7 @@ from the user's cache."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -95,7 +96,10 @@ def _examine(path: str) -> str:
 
 class ArrayImages(Dataset[Any]):
     """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N], and the
-    names of the classes, none where they have none."""
+    names of the classes, none where they have none. ``size`` is the side in pixels of the squares
+    that are read."""
+
+    interpolation = "bilinear"
 
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str] = ()
@@ -103,6 +107,14 @@ class ArrayImages(Dataset[Any]):
         self.class_names = tuple(class_names)
         self.images = torch.from_numpy(np.array(images, order="C"))
         self.labels = np.asarray(labels, dtype=np.int64)
+        self.size: int = self.images.shape[-1]
+
+    def at(self, size: int, interpolation: str) -> ArrayImages:
+        """The same images, each resized as it is read: all of them might not fit into memory."""
+        other = copy.copy(self)
+        other.size = size
+        other.interpolation = interpolation
+        return other
 
     def resized(self, size: int, interpolation: str = "bilinear") -> ArrayImages:
         """The same images at ``size`` x ``size`` pixels, with antialiasing."""
@@ -123,7 +135,15 @@ class ArrayImages(Dataset[Any]):
 
     def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
         where = np.asarray(positions)
-        return self.images[where], torch.from_numpy(self.labels[where])
+        images = self.images[where]
+        if images.shape[-1] != self.size:
+            mode = InterpolationMode(self.interpolation)
+            images = F.resize(images, [self.size, self.size], mode, antialias=True)
+        return images, torch.from_numpy(self.labels[where])
+
+    def pixels(self, position: int) -> Tensor:
+        """An image as it is held: uint8 [C, height, width]."""
+        return self.images[position]
 
     def fingerprint(self) -> bytes:
         return hashlib.sha256(self.images.numpy().tobytes()).digest()
@@ -150,9 +170,20 @@ class FileImages(Dataset[Any]):
         self.settings = settings
         self.class_names = tuple(class_names)
         self.size = settings.image_size or FILE_IMAGE_SIZE
+        self.interpolation = settings.interpolation
         self.labels = np.asarray(labels, dtype=np.int64)
         self.positions = np.arange(len(labels))
         """Positions of the images that a training reads, ascending: those that may be kept."""
+
+    def at(self, size: int, interpolation: str) -> FileImages:
+        """The same images as squares of another size."""
+        if (size, interpolation) == (self.size, self.interpolation):
+            return self
+        scaling = {**self.settings.scaling, "interpolation": interpolation}
+        settings = self.settings.model_copy(update={"image_size": size, "scaling": scaling})
+        other = FileImages(self.root, self.names, self.labels, settings, self.class_names)
+        other.positions = self.positions
+        return other
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -182,7 +213,7 @@ class FileImages(Dataset[Any]):
         if image.shape[1:] == (self.size, self.size):
             return image
         with refusing(self.path(position)):
-            interpolation = InterpolationMode(self.settings.interpolation)
+            interpolation = InterpolationMode(self.interpolation)
             resized = F.resize_image(image, [self.size], interpolation, antialias=True)
             return F.center_crop_image(resized, [self.size, self.size])
 
@@ -232,7 +263,7 @@ class FileImages(Dataset[Any]):
         digest = hashlib.sha256(self.contents[self.positions].tobytes())
         libraries = [PIL.__version__, torch.__version__, torchvision.__version__]
         libraries.append(torch.backends.cpu.get_cpu_capability())  # it resizes in its own way
-        digest.update(json.dumps([self.size, self.settings.interpolation, *libraries]).encode())
+        digest.update(json.dumps([self.size, self.interpolation, *libraries]).encode())
         return digest.hexdigest()[:32]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,8 +27,8 @@ MOST_WORKERS = 16
 
 
 class Request(NamedTuple):
-    """The images of a batch: their positions in the source and ids; and, for crops of full-size
-    images, what draws them and in which epochs."""
+    """The images of a batch: their positions in the source and ids; and, for crops that are cut
+    from the images themselves, what draws them and in which epochs."""
 
     positions: np.ndarray
     ids: np.ndarray
@@ -57,22 +58,52 @@ def requests(
     augment: Augment | None = None,
     epochs: Sequence[np.ndarray] = (),
 ) -> list[Request]:
-    """The request for each batch of image ids. With crops of full-size images it asks for those
-    that ``augment`` draws in these ``epochs``."""
-    if augment and augment.settings.full_size and isinstance(split.source, FileImages):
+    """The request for each batch of image ids. With crops of full-size images, and with crops for
+    another size than they are drawn for, it asks for those that ``augment`` draws in these
+    ``epochs``."""
+    if augment and (of_full_size(augment, split.source) or of_other_size(augment, split.source)):
         drawn = zip(batches, epochs, strict=True)
         return [Request(split.positions[ids], ids, augment, of_ids) for ids, of_ids in drawn]
     return [Request(split.positions[ids], ids) for ids in batches]
 
 
+def of_full_size(augment: Augment, source: Source) -> bool:
+    """True where crops are drawn of image files at their full size."""
+    return augment.settings.full_size and isinstance(source, FileImages)
+
+
+def of_other_size(augment: Augment, source: Source) -> bool:
+    """True where crops are drawn of squares of another size than the source's."""
+    return augment.settings.resized_crop is not None and augment.size not in (None, source.size)
+
+
 def fetch(source: Source, request: Request) -> Loaded:
-    """The images of a batch. Raises UserError for one that cannot be read."""
+    """The images of a batch; views that follow each other are of an image that is decoded once.
+    Raises UserError for an image that cannot be read."""
     positions, ids, augment, epochs = request
-    if augment is None or epochs is None or not isinstance(source, FileImages):
-        return Loaded(*source.__getitems__(positions.tolist()), torch.from_numpy(ids))
-    pixels = map(source.pixels, positions.tolist())
-    images, places = augment.crops(pixels, ids, epochs, source.size)
-    return Loaded(images, torch.from_numpy(source.labels[positions]), torch.from_numpy(ids), places)
+    labels = torch.from_numpy(source.labels[positions])
+    if augment is None or epochs is None:
+        distinct, numbers = np.unique(positions, return_inverse=True)
+        if len(distinct) == len(positions):
+            images, _ = source.__getitems__(positions.tolist())
+        else:
+            images = source.__getitems__(distinct.tolist())[0][torch.from_numpy(numbers)]
+        return Loaded(images, labels, torch.from_numpy(ids))
+    pixels = decoded_once(source, positions)
+    if of_full_size(augment, source):
+        images, places = augment.crops(pixels, ids, epochs, source.size)
+    else:
+        how = source.size, source.interpolation
+        images, places = augment.crops_of_squares(pixels, ids, epochs, *how)
+    return Loaded(images, labels, torch.from_numpy(ids), places)
+
+
+def decoded_once(source: Source, positions: np.ndarray) -> Iterator[Tensor]:
+    """All pixels of the image at each of the ``positions``."""
+    for position, views in groupby(positions.tolist()):
+        pixels = source.pixels(position)
+        for _ in views:
+            yield pixels
 
 
 def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.ndarray:

@@ -33,6 +33,10 @@ class PreparedImages(FileImages):
         self.transform = transform
         self._read = reader(transform, normalize=False)
 
+    def at(self, size: int, interpolation: str) -> PreparedImages:
+        """The same images: they are prepared for one model."""
+        return self
+
     def fingerprint(self) -> bytes:
         transform = json.dumps(self.transform, sort_keys=True)
         return hashlib.sha256(super().fingerprint() + transform.encode()).digest()

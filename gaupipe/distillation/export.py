@@ -118,14 +118,15 @@ def outputs(
     if schema.extra.get("views") is None:
         loaded = batches.in_order(entries)
     else:
-        augment = Augment(job.settings.augment, job.settings.seed)
+        size = job.data.image_size  # the student's, for which views are drawn
+        augment = Augment(job.settings.augment, job.settings.seed, size)
         loaded = batches.views(entries, augment, schema.views)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
-        logits, attention = job.forward_with_maps(batch, generator)
+        logits, attention = job.forward_with_maps(batch, generator, schema.extra.get("layers"))
         if isinstance(attention, VitMaps):
             height, width = schema.grid
-            attention = attention.reduced(schema.extra.get("layers"), (height, width))
+            attention = attention.on_grid((height, width))
         if job.probe is not None and isinstance(attention, VitMaps):
             assert attention.pooled is not None  # of a teacher without predictions
             image_ids = batch.ids // schema.views

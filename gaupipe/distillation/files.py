@@ -43,6 +43,11 @@ class FilesJob(TeacherJob[VitTeacher]):
 
     images: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def student_shape(self) -> None:
+        """There is no student."""
+        return None
+
     def notes(self) -> dict[str, object]:
         """The model and its images, as JSON."""
         return {"teacher": self.teacher.name, "predicts": self.teacher.predicts, **self.images}

@@ -18,7 +18,8 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.kinds import Grid, StoredGaussians, of_heads
 from gaupipe.distillation.losses import TeacherMaps
-from gaupipe.distillation.student import MapShape, check_fit, layer_map
+from gaupipe.distillation.store_choice import MapShape
+from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.maps.gaussians import Geometry, local_axes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError

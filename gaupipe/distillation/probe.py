@@ -19,6 +19,7 @@ from torch import Tensor
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
+from gaupipe.system.progress import EpochProgress
 
 FOLDS = 5
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -92,9 +93,11 @@ def fit_probe(job: Any) -> Probe:
 def features_of(job: Any, split: Split) -> tuple[np.ndarray, np.ndarray]:
     """(features [N, D] float64, labels [N]) of a split, as it is."""
     features, labels = [], []
-    for batch in job.batches(split).in_order():
-        features.append(job.teacher.pooled(batch.images).double().cpu())
-        labels.append(batch.labels.cpu())
+    with EpochProgress("features for a linear probe", len(split), 1) as progress:
+        for batch in job.batches(split).in_order():
+            features.append(job.teacher.pooled(batch.images).double().cpu())
+            labels.append(batch.labels.cpu())
+            progress.advance(len(batch))
     return torch.cat(features).numpy(), torch.cat(labels).numpy()
 
 

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.losses import check_maps
-from gaupipe.distillation.store_choice import planned_export
+from gaupipe.distillation.store_choice import MapShape, planned_export
 from gaupipe.distillation.warm_start import start_from_teacher
-from gaupipe.settings import ExportSettings, PhaseBSettings, Settings
+from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
 from gaupipe.vit.slicing import evenly_spaced
-
-
-@dataclass(frozen=True)
-class MapShape:
-    """The shape of the maps of a teacher or a store."""
-
-    grid: tuple[int, int]
-    layers: int
-    heads: int
-
-    @classmethod
-    def of(cls, model: Any) -> MapShape:
-        """Of the maps of a teacher, which knows them, or of a ViT of timm's."""
-        if not isinstance(model, VisionTransformer):
-            return cls(model.grid, model.layers, model.heads)
-        first: Any = model.blocks[0]
-        return cls(tuple(model.patch_embed.grid_size), len(model.blocks), first.attn.num_heads)
-
-    def stored(self, export: ExportSettings) -> MapShape:
-        """Of the maps that an ``export`` stores of these."""
-        layers = self.layers if export.layers is None else len(export.layers)
-        return MapShape(export.grid or self.grid, layers, self.heads)
 
 
 def layer_map(phase: PhaseBSettings, depth: int, layers: int) -> list[int | None]:
@@ -84,8 +61,8 @@ def check_student(settings: Settings, data: ImageData, teacher: Any, weights: An
     phase, shape = settings.phase_b, MapShape.of(teacher)
     train = settings.student_training
     student = build_student(settings, data, train, "meta")
-    check_fit(student, shape.stored(settings.export), phase, "the teacher")
+    export = planned_export(settings, teacher, shape, MapShape.of(student))
+    check_fit(student, shape.stored(export), phase, "the teacher")
     if phase.warm_start != "none":
         start_from_teacher(student, phase.warm_start, weights, shape.heads, shape.grid)
     build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
-    planned_export(settings, teacher, shape.grid, shape.layers)

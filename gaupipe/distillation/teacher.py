@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -13,7 +15,7 @@ from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import Attention
 from gaupipe.distillation.probe import Probe
-from gaupipe.distillation.student import MapShape
+from gaupipe.distillation.store_choice import MapShape
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
@@ -21,7 +23,12 @@ from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
-from gaupipe.teachers.vit import VitTeacher
+from gaupipe.teachers.vit import VitTeacher, as_taken
+from gaupipe.training.student import build_student
+
+MOST_NUMBERS = 10**8
+"""Of the maps of a batch from a trained ViT, all blocks together; each takes 4 bytes, or 8 with
+what is stored of it."""
 
 Kind = TypeVar("Kind", bound=Teacher | VitTeacher)
 
@@ -43,21 +50,36 @@ class TeacherJob(Generic[Kind]):
         """The shape of the teacher's maps."""
         return MapShape.of(self.teacher)
 
+    @property
+    def student_shape(self) -> MapShape | None:
+        """The shape of the maps of the student that the settings describe."""
+        train = self.settings.student_training
+        return MapShape.of(build_student(self.settings, self.data, train, "meta"))
+
     def batches(self, split: Split, batch_size: int | None = None) -> Batches:
-        """Batches of a split, by default of the size for evaluation."""
-        data = self.settings.data
-        size = batch_size or data.eval_batch_size
-        return Batches(split, self.data, self.device, size, data.workers, data.num_buckets)
+        """Batches of a split, as the teacher takes its images, by default of the size for
+        evaluation, or fewer at a time, where the maps of so many are large."""
+        settings, data = self.settings.data, self.data
+        size = batch_size or settings.eval_batch_size
+        if isinstance(self.teacher, VitTeacher):
+            teacher = self.teacher
+            split, data = as_taken(split, data, teacher.takes)
+            tokens = teacher.prefix + math.prod(teacher.grid)
+            numbers = teacher.layers * teacher.heads * tokens**2
+            size = min(size, max(1, MOST_NUMBERS // numbers))
+        return Batches(split, data, self.device, size, settings.workers, settings.num_buckets)
 
     def parameters(self, image_ids: Tensor) -> Tensor | None:
         """The per-image parameters [B, ...] of training images, on the device."""
         return None if self.per_image is None else self.per_image.read(image_ids).to(self.device)
 
     def forward_with_maps(
-        self, batch: Batch, generator: torch.Generator
+        self, batch: Batch, generator: torch.Generator, layers: Sequence[int] | None = None
     ) -> tuple[Tensor, Attention]:
-        """The log-probabilities [B, C] of a batch of training images and their attention.
-        ``generator`` is for draws."""
+        """The log-probabilities [B, C] of a batch of training images and their attention, of a
+        trained ViT that of the blocks ``layers``, None for all. ``generator`` is for draws."""
+        if isinstance(self.teacher, VitTeacher):
+            return self.teacher.forward_with_maps(batch.images, layers=layers)
         parameters = self.parameters(batch.ids)
         return self.teacher.forward_with_maps(batch.images, parameters, generator)
 

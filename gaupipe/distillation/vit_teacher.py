@@ -49,10 +49,10 @@ class TeacherTraining(Training):
         return train_acc is not None and train_acc >= self.settings.phase_a.stop_accuracy
 
 
-def measure(job: VitJob) -> EpochMetrics:
+def measure(job: VitJob, started: float) -> EpochMetrics:
     """The line of metrics.jsonl for a teacher that was trained before; without a head for the
-    classes its loss and accuracies are None."""
-    started = time.monotonic()
+    classes its loss and training accuracy are None, and its validation accuracy is that of the
+    probe, if there is one. ``started`` is the monotonic time when the probe began."""
     train_loss = train_acc = val_acc = None
     if job.teacher.predicts:
         train = score_model(job.teacher, job.batches(job.data.train))
@@ -60,14 +60,14 @@ def measure(job: VitJob) -> EpochMetrics:
         val_acc = score_model(job.teacher, job.batches(job.data.val)).acc
     elif job.probe is not None:
         val_acc = job.probe.accuracy
-    rate = len(job.data.train) / (time.monotonic() - started)
+    seconds = time.monotonic() - started
     return {
         "epoch": 0,
         "train_loss": train_loss,
         "train_acc": train_acc,
         "val_acc": val_acc,
-        "seconds": 0.0,
-        "images_per_s": round(rate, 1),
+        "seconds": round(seconds, 3),
+        "images_per_s": round(len(job.data.train) / seconds, 1),
     }
 
 

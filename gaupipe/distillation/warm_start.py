@@ -20,15 +20,18 @@ def start_from_teacher(
     weights: dict[str, Tensor],
     heads: int,
     grid: tuple[int, int],
+    spread: Tensor | None = None,
 ) -> None:
     """Starts a student as ``phase_b.warm_start``, which is not none, says ``how``: from the
-    ``weights`` (state_dict) of a teacher's ViT with so many heads and patches (h, w). Raises
-    UserError for a student that these weights do not fit."""
+    ``weights`` (state_dict) of a teacher's ViT with so many heads and patches (h, w). A slice has
+    the principal components of a residual stream with this ``spread``. Raises UserError for a
+    student that these weights do not fit."""
     if how == "exact":
         hand_over(student, weights)
         return
     if how == "slice":
-        weights = slice_weights(weights, heads, grid, student, "phase_b.warm_start=slice")
+        setting = "phase_b.warm_start=slice"
+        weights = slice_weights(weights, heads, grid, student, setting, spread)
     warm_start(student, weights)
 
 

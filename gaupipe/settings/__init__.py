@@ -414,18 +414,20 @@ class ExportSettings(Section):
     """``uint8`` stores numbers in 8 bits, in the kinds ``gaussian``, ``topk`` and ``dense``. Null
     is ``uint8`` for ``topk``, and ``float16`` for the other kinds."""
     k: Annotated[int, Field(gt=0, le=255)] | None = None
-    """Number of keys that ``topk`` stores for each query (null: 8)."""
+    """Number of keys that ``topk`` stores for each query. Null is a quarter of the keys, and at
+    least 8."""
     views: Annotated[int, Field(gt=1, le=10_000)] | None = None
     """Number of augmented views of each image whose maps are stored. The views are drawn as
     the section ``augment`` says, and phase B trains on the same views. Null stores the maps of the
     images themselves."""
     grid: tuple[Positive, Positive] | None = None
     """(height, width) in tokens of the stored maps of a trained ViT, at most its own: a map is then
-    the mean over the queries and the sum over the keys that a larger token covers. Null stores maps
-    on the teacher's grid."""
+    the mean over the queries and the sum over the keys that a larger token covers. Null is the
+    student's grid where that is coarser, else the teacher's."""
     layers: Annotated[list[Count], Field(min_length=1)] | None = None
     """Blocks of a trained ViT whose maps are stored, counted from 0, such as those that phase B
-    compares: ``[0, 4, 7, 11]``. Null stores the maps of all blocks."""
+    compares: ``[0, 4, 7, 11]``. Null stores the maps of the blocks that phase B compares, or with
+    ``phase_b.layer_map`` all."""
 
 
 class TrainSettings(Section):
@@ -514,8 +516,8 @@ class PhaseBSettings(TrainChanges):
     has Gaussians itself gets the teacher's. ``exact`` is for ``phase_a.per_image: none`` and
     students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
     so that the student computes what the teacher does before its first step. ``slice`` is for a
-    student that is smaller than a trained ViT: evenly spaced blocks, heads and channels of the
-    teacher."""
+    student that is smaller than a trained ViT: evenly spaced blocks and heads of the teacher, and
+    the principal components of its residual stream."""
     temperature: Rate = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""

@@ -39,7 +39,8 @@ class EpochMetrics(TypedDict):
     gamma: NotRequired[float]
     """Weight of loss_feat."""
     seconds: float
-    """Of training steps, without evaluation and checkpoints."""
+    """Of training steps, without evaluation and checkpoints; of a teacher that was trained before,
+    of its linear probe and its evaluation."""
     processor_seconds: NotRequired[float]
     images_per_s: NotRequired[float]
 

@@ -17,6 +17,7 @@ from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import folder_of, pretrained, published
+from gaupipe.teachers.vit import input_of, spread_of
 from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
 from gaupipe.vit.saving import WEIGHTS
@@ -78,10 +79,12 @@ def with_weights(
     elif asked == sizes:
         vit = with_trained(arguments)
     else:
-        whole = with_trained({"in_chans": data.channels})
+        whole = with_trained({"in_chans": data.channels}).eval()
+        spread = spread_of(whole, data, input_of(whole, data, model.name))
         vit = untrained(model.name, arguments, None)
         grid = tuple(whole.patch_embed.grid_size)
-        weights = slice_weights(whole.state_dict(), sizes.heads, grid, vit, "model.args")
+        kept = whole.state_dict()
+        weights = slice_weights(kept, sizes.heads, grid, vit, "model.args", spread)
         vit.load_state_dict(weights, strict=False)  # without a head for other classes
     built = getattr(vit, "gaupipe_args", {})
     if model.stem != "patch" and built.get("stem") != model.stem:

@@ -10,10 +10,11 @@ Axis letters: B images, L blocks, H heads, P class and register tokens, T patche
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeGuard
 
 import torch
 from timm.layers import Attention
@@ -21,12 +22,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.data.splits import ImageData
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.maps.views import pool_map, without_prefix
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.capture import AttentionReader, attention_map, use_fused_attention
+from gaupipe.vit.slicing import spread_of_stream
 
 SETTING = "phase_a.teacher"
+IMAGES_OF_SPREAD = 128
 READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
 
 
@@ -52,29 +56,37 @@ class VitMaps:
             maps[:, layer] = block
         return maps
 
-    def reduced(self, layers: Sequence[int] | None, grid: tuple[int, int]) -> VitMaps:
-        """The same of these blocks alone, None for all, and on a coarser ``grid`` (h, w)."""
-        chosen = range(len(self.blocks)) if layers is None else layers
-        blocks = [self.blocks[layer] for layer in chosen]
-        if grid != self.grid:
-            blocks = [pool_map(block, self.grid, grid) for block in blocks]
-        return VitMaps(blocks, grid, self.dropped[list(chosen)], self.pooled)
+    def on_grid(self, grid: tuple[int, int]) -> VitMaps:
+        """The same on a coarser ``grid`` (h, w)."""
+        if grid == self.grid:
+            return self
+        blocks = [pool_map(block, self.grid, grid) for block in self.blocks]
+        return replace(self, blocks=blocks, grid=grid)
+
+
+@dataclass(frozen=True)
+class Input:
+    """The images that a trained ViT takes: squares of ``size`` pixels a side, resized by
+    ``interpolation`` and normalised by the ``mean`` and ``std`` of each channel, shares of 255."""
+
+    size: int
+    interpolation: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 class VitTeacher(nn.Module):
     """Any timm model whose blocks attend over all patches, in eval mode.
 
-    Raises UserError, naming the model, for one whose attention cannot be read, and for one that
-    does not take the data set's images.
+    Raises UserError, naming the model, for one whose attention cannot be read, and for one whose
+    input cannot be made of the data set's images.
 
-    Attributes: ``name``; ``grid`` (h, w); ``layers``; ``heads``; ``prefix``, the number of class
-    and register tokens, and ``kept_prefix``, of those in its maps; ``classes``, as of
-    :func:`classes_in`.
+    Attributes: ``name``; ``takes``, its :class:`Input`; ``grid`` (h, w); ``layers``; ``heads``;
+    ``prefix``, the number of class and register tokens, and ``kept_prefix``, of those in its maps;
+    ``classes``, as of :func:`classes_in`.
     """
 
     model: Any  # some class of timm's
-    rescale: Tensor | None
-    offset: Tensor
     kept_prefix = 0
 
     def __init__(self, model: nn.Module, data: ImageData, name: str) -> None:
@@ -84,7 +96,7 @@ class VitTeacher(nn.Module):
         use_fused_attention(self.model)
         self.num_classes = data.num_classes
         self.classes = classes_in(model, data)
-        self._adapt_normalisation(data)
+        self.takes = input_of(model, data, name)
         self.grid, self.layers, self.heads, self.prefix = self._shape_of_maps(data)
 
     @property
@@ -98,14 +110,16 @@ class VitTeacher(nn.Module):
         images: Tensor,
         parameters: Tensor | None = None,
         generator: torch.Generator | None = None,
+        layers: Sequence[int] | None = None,
     ) -> tuple[Tensor, VitMaps]:
-        """(log-probabilities [B, C] float32, attention) of images [B, channels, height, width],
-        normalised as the data set is; zeros where the teacher predicts no classes. A ViT has no
-        ``parameters`` of images and draws nothing.
+        """(log-probabilities [B, C] float32, attention of the blocks ``layers``, by default of all)
+        of images [B, channels, height, width] as the teacher ``takes`` them; zeros where it
+        predicts no classes. A ViT has no ``parameters`` of images and draws nothing.
 
         Raises UserError for attention or predictions that are not finite.
         """
-        features, maps = self._features(self._normalised(images))
+        chosen = list(range(self.layers) if layers is None else layers)
+        features, maps = self._features(images, chosen)
         logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
         pooled = None
         if self.predicts:
@@ -114,9 +128,9 @@ class VitTeacher(nn.Module):
             pooled = self._pooled(features)
         blocks: list[Tensor] = []
         dropped: list[Tensor] = []
-        while maps:  # [B, H, P + T, P + T], freed one by one
-            map = maps.pop(0)
-            self._finite(map.sum(), f"the attention of its block {len(blocks)}")
+        for layer in chosen:
+            map = maps.pop(layer)  # [B, H, P + T, P + T], freed one by one
+            self._finite(map.sum(), f"the attention of its block {layer}")
             patches, share = without_prefix(map, self.prefix - self.kept_prefix)
             blocks.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
@@ -125,13 +139,13 @@ class VitTeacher(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them, of a teacher
         that predicts the data set's classes."""
-        return self._in_order(self.model(self._normalised(images)))
+        return self._in_order(self.model(images))
 
     @torch.inference_mode()
     def pooled(self, images: Tensor) -> Tensor:
         """Features [B, D] float32, as the head gets them, of images as :meth:`forward_with_maps`
         takes them. Raises UserError for features that are not finite."""
-        return self._pooled(self.model.forward_features(self._normalised(images)))
+        return self._pooled(self.model.forward_features(images))
 
     def _pooled(self, features: Tensor) -> Tensor:
         pooled = self.model.forward_head(features, pre_logits=True)
@@ -141,17 +155,20 @@ class VitTeacher(nn.Module):
         """The model's logits as float32 [B, C], in the order of the data set's classes."""
         return self._finite(logits.float(), "its predictions")[:, self.classes]
 
-    def _features(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Features of normalised images, and the map of each attention."""
-        maps: list[Tensor] = []
-        with AttentionReader(lambda *args, **kwargs: maps.append(attention_map(*args, **kwargs))):
-            return self.model.forward_features(images), maps
+    def _features(
+        self, images: Tensor, layers: Collection[int] | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Features of images, and the maps of the attentions with these numbers, None for all."""
+        maps: dict[int, Tensor] = {}
+        numbers = itertools.count()
 
-    def _normalised(self, images: Tensor) -> Tensor:
-        """The data set's images in the normalisation that the model was trained with."""
-        if self.rescale is None:
-            return images
-        return images * self.rescale + self.offset
+        def see(*args: Any, **kwargs: Any) -> None:
+            number = next(numbers)
+            if layers is None or number in layers:
+                maps[number] = attention_map(*args, **kwargs)
+
+        with AttentionReader(see):
+            return self.model.forward_features(images), maps
 
     def _finite(self, values: Tensor, what: str) -> Tensor:
         """The same values. Raises UserError for infinite ones and NaN."""
@@ -164,13 +181,7 @@ class VitTeacher(nn.Module):
         embedding what belongs to patches, and the head, if it has one for the data set's classes,
         in their order. Raises UserError for a model that is not timm's ``VisionTransformer`` with
         standard attention."""
-        attentions = [getattr(block, "attn", None) for block in getattr(self.model, "blocks", ())]
-        known = (Attention, ATTENTION["standard"])
-        standard = all(
-            type(attention) in known and getattr(attention, "prior", None) is None
-            for attention in attentions
-        )
-        if not isinstance(self.model, VisionTransformer) or not standard:
+        if not has_standard_attention(self.model):
             raise UserError(
                 f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
                 "phase_b.warm_start=none, or a VisionTransformer with standard attention"
@@ -193,67 +204,27 @@ class VitTeacher(nn.Module):
             "heads": self.heads,
             "prefix": self.prefix,
             "classes": self.classes,
-            "mean": [],
-            "std": [],
+            "takes": asdict(self.takes),
         }
-        if self.rescale is not None:
-            described["mean"] = self.offset.flatten().tolist()
-            described["std"] = self.rescale.flatten().tolist()
         text = json.dumps(described, sort_keys=True, default=str)
         return sha256_of(self.model.state_dict(), text)
-
-    def _adapt_normalisation(self, data: ImageData) -> None:
-        """From the data set's normalisation to the one that the model was trained with."""
-        config = getattr(self.model, "pretrained_cfg", None) or {}
-
-        def trained_with(name: str, default: Tensor) -> Tensor:
-            """The model's mean or std [C]; where it names none, the data set's."""
-            channels = len(default)
-            try:
-                values = default
-                if config.get(name):
-                    values = torch.tensor(config[name], dtype=torch.float64)
-                if len(values) == 3 and channels != 3:
-                    # timm summed the weights of three channels to one
-                    values = values.mean().expand(channels)
-                if not torch.isfinite(values).all():
-                    raise ValueError
-                if name == "std" and not (values > 0).all():
-                    raise ValueError
-                return values.expand_as(default)
-            except (TypeError, ValueError, RuntimeError):
-                raise UserError(
-                    f"{SETTING}: {self.name}: its pretrained_cfg has the {name} {config[name]!r}: "
-                    f"should be a number for each of {channels} channels"
-                ) from None
-
-        mean = torch.tensor(data.mean, dtype=torch.float64)
-        std = torch.tensor(data.std, dtype=torch.float64)
-        new_mean = trained_with("mean", mean)
-        new_std = trained_with("std", std)
-        # (x * std + mean - new_mean) / new_std
-        rescale = None
-        if not (torch.equal(mean, new_mean) and torch.equal(std, new_std)):
-            rescale = (std / new_std).float().view(-1, 1, 1)
-        offset = ((mean - new_mean) / new_std).float().view(-1, 1, 1)
-        self.register_buffer("rescale", rescale, persistent=False)
-        self.register_buffer("offset", offset, persistent=False)
 
     @torch.no_grad()
     def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
         """(grid, blocks, heads, prefix) as a blank image shows them."""
         model = self.model
-        size = data.image_size
+        size = self.takes.size
         start = f"{SETTING}: {self.name} ({type(model).__name__})"
         images = torch.zeros(1, data.channels, size, size)
         try:
-            _, maps = self._features(images.to(next(model.parameters()).device))
+            _, seen = self._features(images.to(next(model.parameters()).device))
         except (AssertionError, RuntimeError, ValueError, TypeError) as error:
             raise UserError(
-                f"{start} cannot take the images of {data.name} ({one_line(error)}): set "
-                "data.image_size, or "
-                f"phase_a.teacher_args={{img_size: {size}, in_chans: {data.channels}}}"
+                f"{start} cannot take the images of {data.name}, of {data.channels} channels and "
+                f"resized to {size} x {size} pixels ({one_line(error)}): set "
+                f"phase_a.teacher_args={{in_chans: {data.channels}}}, or img_size there"
             ) from None
+        maps = [seen[number] for number in sorted(seen)]
         patches = getattr(model, "patch_embed", None)
         grid = getattr(patches, "grid_size", None) or (0, 0)
         prefix = getattr(model, "num_prefix_tokens", 0)
@@ -268,6 +239,58 @@ class VitTeacher(nn.Module):
                 f"{grid[0]} x {grid[1]} patches: {READABLE}"
             )
         return tuple(grid), len(maps), heads, prefix
+
+
+def input_of(model: Any, data: ImageData, name: str) -> Input:
+    """The images that a model was built and trained for. Its ``crop_pct`` is left out: a teacher
+    sees what its student sees, or its maps would be of another part of the image.
+
+    Raises UserError for a size that is no fixed square, and for a mean or std that is none.
+    """
+    config = getattr(model, "pretrained_cfg", None) or {}
+    sizes = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    sizes = tuple(sizes or (config.get("input_size") or ())[1:])
+    if len(sizes) != 2 or sizes[0] != sizes[1]:
+        written = " x ".join(map(str, sizes)) or "no fixed size"
+        raise UserError(
+            f"{SETTING}: {name}: takes images of {written}: squares of one size can be made for "
+            "it: set phase_a.teacher_args={img_size: 224}"
+        )
+    interpolation = "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
+
+    def trained_with(key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """The model's mean or std [C]; where it names none, the data set's."""
+        channels = len(default)
+        try:
+            values = torch.tensor(config.get(key) or default, dtype=torch.float64)
+            if len(values) == 3 and channels != 3:  # timm summed the weights of three channels
+                values = values.mean().expand(channels)
+            if not torch.isfinite(values).all() or (key == "std" and not (values > 0).all()):
+                raise ValueError
+            return tuple(values.expand(channels).tolist())
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(
+                f"{SETTING}: {name}: its pretrained_cfg has the {key} {config[key]!r}: "
+                f"should be a number for each of {channels} channels"
+            ) from None
+
+    mean, std = trained_with("mean", data.mean), trained_with("std", data.std)
+    return Input(int(sizes[0]), interpolation, mean, std)
+
+
+def as_taken(split: Split, data: ImageData, takes: Input) -> tuple[Split, ImageData]:
+    """A split of a data set, and the data set itself, as a model ``takes`` their images."""
+    taken = replace(data, image_size=takes.size, mean=takes.mean, std=takes.std)
+    return Split(split.source.at(takes.size, takes.interpolation), split.positions), taken
+
+
+def spread_of(vit: VisionTransformer, data: ImageData, takes: Input) -> Tensor:
+    """:func:`~gaupipe.vit.slicing.spread_of_stream` of a model in eval mode on some of the training
+    images of a data set, as it ``takes`` them."""
+    split, taken = as_taken(data.train, data, takes)
+    device = next(vit.parameters()).device
+    batches = Batches(split, taken, device, 32).in_order(split.evenly_spaced(IMAGES_OF_SPREAD))
+    return spread_of_stream(vit, (batch.images for batch in batches))
 
 
 def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
@@ -287,6 +310,29 @@ def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
     if not numbers.keys() >= {*data.class_names}:
         return None
     return [numbers[name] for name in data.class_names]
+
+
+def parts_of_teachers(model: nn.Module) -> list[str]:
+    """Names of the parts that a ViT has and its student lacks, of those for which students lost up
+    to 5 points (*arXiv 2605.07191*)."""
+    names = {type(module).__name__ for module in model.modules()}
+    parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    parts = {
+        "register tokens": getattr(model, "num_reg_tokens", 0) or "reg_token" in parameters,
+        "LayerScale": "LayerScale" in names or "gamma_1" in parameters,
+        "rotary positions": getattr(model, "rope", None) is not None,
+    }
+    return [part for part, has in parts.items() if has]
+
+
+def has_standard_attention(model: nn.Module) -> TypeGuard[VisionTransformer]:
+    """True for a VisionTransformer of timm's with standard attention, without a prior of ours."""
+    known = (Attention, ATTENTION["standard"])
+    attentions = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
+    return isinstance(model, VisionTransformer) and all(
+        type(attention) in known and getattr(attention, "prior", None) is None
+        for attention in attentions
+    )
 
 
 def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:

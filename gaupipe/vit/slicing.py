@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaupipe.system.errors import UserError
 from gaupipe.vit.stem import ConvPatchEmbed
@@ -99,17 +100,21 @@ def slice_weights(
     grid: tuple[int, int],
     student: VisionTransformer,
     setting: str,
+    spread: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The part of a trained ViT's ``weights`` (state_dict) that has the sizes of the student, by
-    the same names (*weight selection, arXiv 2311.18823*).
+    the same names (after *weight selection, arXiv 2311.18823*).
 
-    Blocks are evenly spaced, with the first and the last. Channels are every n-th: the same of the
-    residual stream everywhere, the same within each head for queries, keys and values; so are heads
-    and the hidden units of the FFN. timm resizes position and patch embedding. A convolutional stem
-    of the student gets nothing, nor does a head for another number of classes.
+    Blocks are evenly spaced, with the first and the last. Heads, the channels of each and the
+    hidden units of the FFN are every n-th, the same for queries, keys and values. The student's
+    residual stream has the principal components of the trained ViT's; or every n-th channel, where
+    no ``spread`` is known, and of a ViT with other attention, or other norms than before attention
+    and FFN. timm resizes position and patch embedding. A convolutional stem of the student gets
+    nothing, nor does a head for another number of classes.
 
     heads, grid  of the trained ViT; the grid (h, w) in patches
     setting      asked for the slice, for messages
+    spread       [channels, channels], from :func:`spread_of_stream`
 
     Raises UserError for a student that is larger, and for one with parts that no rule slices.
     """
@@ -118,6 +123,9 @@ def slice_weights(
     sizes, asked = Sizes.of(weights, heads), Sizes.of(present, first.attn.num_heads)
     sizes.check(asked, setting)
     channels = chosen_channels(asked, sizes)
+    if spread is not None and has_components(weights):
+        weights = in_components(weights, spread, asked.channels)
+        channels["width"] = torch.arange(asked.channels)
     sliced: dict[str, Tensor] = {}
     for name, tensor in with_blocks(weights, evenly_spaced(asked.blocks, sizes.blocks)).items():
         module = re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0]
@@ -144,6 +152,96 @@ def slice_weights(
         prefix = positions.shape[1] - grid[0] * grid[1]
         sliced["pos_embed"] = resample_abs_pos_embed(positions, size, list(grid), prefix)
     return sliced
+
+
+@torch.inference_mode()
+def spread_of_stream(vit: VisionTransformer, batches: Iterable[Tensor]) -> Tensor:
+    """The second moments [channels, channels] float64, of trace 1, of the tokens of some images in
+    the residual stream of a ViT, as its LayerNorms scale them: the mean over the LayerNorms."""
+    spreads: dict[nn.Module, Tensor] = {}
+
+    def see(norm: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+        tokens = inputs[0].flatten(0, -2).double()
+        tokens = tokens - tokens.mean(-1, keepdim=True)
+        tokens = tokens / tokens.square().mean(-1, keepdim=True).clamp_min(1e-12).sqrt()
+        spreads[norm] = spreads.get(norm, 0) + tokens.mT @ tokens
+
+    blocks: Any = vit.blocks
+    norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
+    hooks = [
+        norm.register_forward_hook(see)
+        for norm in (*norms, vit.norm, vit.fc_norm)
+        if isinstance(norm, nn.LayerNorm)
+    ]
+    for images in batches:
+        vit(images)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([spread / spread.trace() for spread in spreads.values()]).mean(0).cpu()
+
+
+NORM_BEFORE = {
+    "attn.qkv": "norm1",
+    "mlp.fc1": "norm2",
+    "mlp.fc1_g": "norm2",
+    "mlp.fc1_x": "norm2",
+    "head": "norm",
+    "head_dist": "norm",
+}
+"""The LayerNorm whose output a module reads."""
+SCALE_BEHIND = {"attn.proj": "ls1", "mlp.fc2": "ls2"}
+"""The LayerScale, where there is one, that scales what a module adds to the residual stream."""
+
+
+def has_components(weights: dict[str, Tensor]) -> bool:
+    """True for a ViT whose residual stream may be turned: standard attention and FFN alone read it,
+    each behind a LayerNorm, and add to it."""
+    modules = {re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0] for name in weights}
+    others = {"attn.v", "attn.z", "attn.gate", "attn.proj_local", "attn.proj_parallel", "norm_pre"}
+    return {"norm1", "norm2", "attn.qkv"} <= modules and modules.isdisjoint(others)
+
+
+def in_components(weights: dict[str, Tensor], spread: Tensor, width: int) -> dict[str, Tensor]:
+    """The weights of a ViT whose residual stream has ``width`` channels: the trained one's
+    principal components, turned so that their mean is 0, as LayerNorm makes it (as in *SliceGPT,
+    arXiv 2401.15024*). Gains and biases of LayerNorm, and LayerScale, go into the matrices beside
+    them.
+
+    With as many components as the stream has, the ViT computes what it did. LayerNorm divides by
+    the root of the mean square, which fewer components, with a part of the whole spread, do not
+    keep: what is read is scaled by that.
+    """
+    values, vectors = torch.linalg.eigh(spread)  # ascending
+    count = min(width - 1, len(values))
+    mean_free = torch.linalg.qr(torch.cat([torch.ones(width, 1), torch.eye(width)], 1).double())[0]
+    basis = mean_free[:, 1 : count + 1] @ vectors[:, -count:].mT  # [width, channels]
+    scale = float((values[-count:].sum() / values.sum() * len(values) / width).sqrt())
+    turned = {}
+    for name, tensor in weights.items():
+        block = re.match(r"(blocks\.\d+\.)?", name)[0]  # type: ignore[index]
+        module, _, leaf = name.removeprefix(block).rpartition(".")
+        axes = AXES.get(module, ())
+        norm = f"{block}{NORM_BEFORE.get(module)}"
+        if norm == "norm" and "fc_norm.weight" in weights:
+            norm = "fc_norm"
+        scaled = weights.get(f"{block}{SCALE_BEHIND.get(module)}.gamma")
+        if module in ("norm1", "norm2", "norm", "fc_norm", "ls1", "ls2"):
+            turned[name] = torch.full((width,), float(leaf != "bias")).to(tensor)
+            continue
+        part = tensor.double().cpu()
+        if f"{norm}.weight" in weights:
+            gain, bias = (weights[f"{norm}.{key}"].double().cpu() for key in ("weight", "bias"))
+            if leaf == "bias":
+                part = part + weights[f"{block}{module}.weight"].double().cpu() @ bias
+            else:
+                part = part * gain * scale
+        if scaled is not None:
+            part = part * scaled.double().cpu().view(-1, *[1] * (part.ndim - 1))
+        for axis, kind in enumerate(axes[: part.ndim]):
+            if kind == "width":
+                part = (part.movedim(axis, -1) @ basis.mT).movedim(-1, axis)
+        turned[name] = part.to(tensor)
+    return turned
 
 
 def with_blocks(weights: dict[str, Tensor], blocks: list[int]) -> dict[str, Tensor]:

@@ -109,19 +109,24 @@ def read_settings(
     run_dir: Path | None,
     data: Path | None = None,
     student: Any = None,
+    teacher: str | None = None,
     *,
     plain: bool = False,
 ) -> tuple[Any, Path]:
     """The settings of a configuration, or those chosen for a folder of images, which are then
     said, with ``plain`` without those of a teacher; and the folder of the run. ``student`` is the
-    attention that is to be trained, None that of the settings. A run on a folder of images that
-    has begun has its own."""
+    attention that is to be trained, None that of the settings. With a trained ``teacher`` what a
+    configuration leaves open follows from it. A run on a folder of images that has begun has its
+    own."""
     if data is None:
         from gaupipe.settings.load import load
 
         config = "digits" if config is None else config
         named = [] if student is None else [f"model.attention={student}"]
-        settings = distributed.main_first(lambda: load(config, [*(overrides or []), *named]))
+        given = [*(overrides or []), *named]
+        settings = distributed.main_first(lambda: load(config, given))
+        if teacher is not None:
+            settings = for_teacher(config, given, settings)
         return settings, run_dir or Path("runs") / Path(config).stem
     if config is not None:
         raise UserError(
@@ -138,6 +143,22 @@ def read_settings(
     if distributed.is_main():
         print("\n".join(lines), file=sys.stderr)
     return settings, folder
+
+
+def for_teacher(config: str, given: list[str], settings: Any) -> Any:
+    """The settings of a configuration with what follows from its teacher, which is then said."""
+    from stages.runs.choices import is_trained
+
+    if not is_trained(settings.phase_a.teacher):
+        return settings
+    with begins(f"looks at {settings.phase_a.teacher}"):
+        from stages.runs.trained_teacher import with_trained_teacher
+
+    choose = partial(with_trained_teacher, config, given, settings)
+    settings, lines = distributed.broadcast(distributed.on_main(choose))
+    if distributed.is_main():
+        print("\n".join(f"  {line}" for line in lines), file=sys.stderr)
+    return settings
 
 
 def parse_list(option: str, text: str, kind: Any) -> list[Any]:

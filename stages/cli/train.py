@@ -64,7 +64,7 @@ def run(
     """
     overrides = with_options(overrides, "train", epochs, lr, batch_size, seed)
     overrides = with_model(overrides, "phase_a.teacher", teacher, download)
-    settings, folder = read_settings(config, overrides, run_dir, data, student)
+    settings, folder = read_settings(config, overrides, run_dir, data, student, teacher)
     check_paths(new_run=folder)
     with starts("all stages", settings, folder, student):
         from stages import run as stage
@@ -95,7 +95,7 @@ def phase_a(
     """
     overrides = with_options(overrides, "phase_a", epochs, lr, batch_size, seed)
     overrides = with_model(overrides, "phase_a.teacher", teacher, download)
-    settings, folder = read_settings(config, overrides, run_dir, data)
+    settings, folder = read_settings(config, overrides, run_dir, data, teacher=teacher)
     check_paths(new_run=folder)
     with starts("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}"):
         from stages import phase_a as stage

@@ -169,4 +169,6 @@ def resolve(row: Row, base: Settings) -> Settings:
     if phase_a.is_local:  # neither a map nor a prediction of an image, and no store
         settings = settings.with_section("phase_b", shuffle_maps=False, alpha=0.0)
         return settings.model_copy(update={"export": ExportSettings()})
+    if not phase_a.learns_gaussians:  # its store is chosen with the shapes of teacher and student
+        return settings
     return settings.model_copy(update={"export": chosen(settings)})

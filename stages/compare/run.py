@@ -12,13 +12,15 @@ import store
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation import gaussian_teacher
 from gaupipe.distillation.export import make_schema
+from gaupipe.distillation.store_choice import MapShape, chosen
+from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
-from gaupipe.training.student import check_baseline
+from gaupipe.training.student import build_student, check_baseline
 from stages import phase_a
 from stages.compare.figures import draw
 from stages.compare.report import report
@@ -91,7 +93,7 @@ def plan(
         data = loaded[name]
         if test and data.test is None:
             raise UserError(f"--test: data set {data.name} has no test split")
-        check(row, settings, data)
+        settings = checked(row, settings, data)
         return [
             Training(
                 row=row,
@@ -106,8 +108,9 @@ def plan(
     return [row_trainings(row) for row in rows]
 
 
-def check(row: Row, settings: Settings, data: ImageData) -> None:
-    """Raises UserError, naming the row, for what its training could not do."""
+def checked(row: Row, settings: Settings, data: ImageData) -> Settings:
+    """The settings of a row with the store that its student needs. Raises UserError, naming the
+    row, for what its training could not do."""
     try:
         select_device(settings.device, settings.threads)
         if row.plain:
@@ -119,9 +122,14 @@ def check(row: Row, settings: Settings, data: ImageData) -> None:
             gaussian_teacher.training_state(job)
             make_schema(job, settings.export, sha256="0" * 64)
         else:
-            trained_teacher.check(settings, data)
+            vit = trained_teacher.check(settings, data)
+            shape = MapShape.of(vit.teacher if isinstance(vit, TeacherJob) else vit.student)
+            student = build_student(settings, data, settings.student_training, "meta")
+            export = chosen(settings, teacher=shape, student=MapShape.of(student))
+            return settings.model_copy(update={"export": export})
     except (UserError, store.StoreError) as error:
         raise UserError(f"{row.name}: {error}") from None
+    return settings
 
 
 def check_folder(run_dir: Path) -> None:

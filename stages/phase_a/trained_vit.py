@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
+import time
+from functools import cache, partial
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.probe import check_probe, fit_probe
@@ -18,7 +19,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochMetrics, read_metrics
-from gaupipe.teachers.vit import VitTeacher, weights_of_patches
+from gaupipe.teachers.vit import VitTeacher, parts_of_teachers, weights_of_patches
 from gaupipe.training.job import train, training_state
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.saving import save_student
@@ -70,13 +71,18 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     metrics: one entry, of epoch 0; without a head for the classes its validation accuracy is that
     of a linear probe."""
     job.common_sha256()
+    say_what_students_lack(job)
     if run.teacher_digest() is not None:
         check_unchanged(job, run)
     with opened_teacher(run, job.settings, job.data, resume):
         path = run.phase_a / "metrics.jsonl"
         if not distributed.broadcast(path.is_file()):
+            started = time.monotonic()
             probe_where_others_are_predicted(job)
-            metrics = measure(job)
+            metrics = measure(job, started)
+            accuracy = metrics["val_acc"]
+            if job.teacher.predicts and accuracy is not None:
+                say_own_head(job, accuracy)
             path.parent.mkdir(exist_ok=True)
             distributed.on_main(partial(write_whole, path, json.dumps(metrics) + "\n"))
         write_digest(run, job)
@@ -106,6 +112,35 @@ def probe_where_others_are_predicted(job: TeacherJob) -> None:
         )
     if distributed.is_main():
         print(line, file=sys.stderr)
+
+
+def say_what_students_lack(job: TeacherJob) -> None:
+    """Says of a teacher with parts that its student has not that its maps may not help."""
+    if isinstance(job.teacher, VitTeacher) and distributed.is_main():
+        parts = parts_of_teachers(job.teacher.model)
+        if parts:
+            _say_once(
+                f"gaupipe: {job.teacher.name}: has {' and '.join(parts)}, which its student lacks: "
+                "students of such teachers lost up to 5 points (arXiv 2605.07191); compare with "
+                "the same ViT without a teacher"
+            )
+
+
+@cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def say_own_head(job: VitJob, accuracy: float) -> None:
+    """Says how good the teacher's own predictions are, and how its classes were matched."""
+    names = (getattr(job.teacher.model, "pretrained_cfg", None) or {}).get("label_names")
+    how = "by name" if names and job.data.class_names else "by number"
+    if distributed.is_main():
+        print(
+            f"gaupipe: {job.teacher.name}: its own head predicts the classes, matched {how}: "
+            f"{100 * accuracy:.1f} % of the validation images",
+            file=sys.stderr,
+        )
 
 
 def load(run: RunDirectory, settings: Settings, data: ImageData) -> VitJob:

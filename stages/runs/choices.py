@@ -11,16 +11,27 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gaupipe.data.folder import FolderFacts
 from gaupipe.settings import FILE_IMAGE_SIZE
 from gaupipe.settings.load import set_value
-from gaupipe.settings.sections import LOCAL
+
+if TYPE_CHECKING:
+    from gaupipe.vit.slicing import Sizes
 
 # (fewest pixels of the shorter side, image_size, patch_size); None is the size of the images
 SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
 GPU_SIZES = ((128, 128, 8), *SIZES)
+SLICE_SIZES = ((128, 128, 16), *SIZES)
+"""A slice of a teacher takes its patches, of which 128 pixels have as many as 64 of half the
+size."""
+SLICE_WIDTH = {False: 96, True: 192}
+"""By whether there is a GPU."""
+NARROWEST_HEAD = 16
+MOST_VIEWS = 12
+"""Views of each image whose maps a trained teacher shows: each costs it a forward pass."""
+
 # (embed_dim, depth, training images that teacher and student see in all their epochs)
 MODEL = (64, 4, 132_000)
 GPU_MODEL = (192, 9, 600_000)
@@ -28,7 +39,6 @@ BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images
 FEWEST_EPOCHS = 12
 MOST_EPOCHS = 90
 FINE_TUNING_EPOCHS = 10
-QUERY_BYTES = 16  # of a query in a store of eight keys
 MOST_BYTES = 2e9  # of all stored views
 
 LOCAL_STDS = {1: [1.5], 2: [0.8, 2.0]}
@@ -41,18 +51,35 @@ CHARACTERS = re.compile(r"(digit|letter|character|number)?[ _-]*([0-9]{1,2}|[a-z
 """Names of classes that are digits or letters."""
 
 
+@dataclass(frozen=True)
+class TeacherSizes:
+    """The sizes of a trained teacher of which a student may be a slice, and how its images are
+    scaled."""
+
+    sizes: Sizes
+    scaling: dict[str, list[float]]
+
+
+def is_trained(teacher: Any) -> bool:
+    """True for the name of a teacher that was trained before."""
+    return isinstance(teacher, str) and teacher not in ("gaussian", "vit", "local")
+
+
 @dataclass
 class Choices:
     """Settings as a nested dict, at first those of the user; and reasons to tell the user."""
 
     tree: dict[str, Any]
     reasons: dict[str, str] = field(default_factory=dict)
+    chosen: list[str] = field(default_factory=list)
+    """Names of the settings that the user left open."""
 
     def choose(self, key: str, value: Any, reason: str = "") -> Any:
         """Sets ``a.b`` unless the user gave it, and returns its value."""
         is_open = self.given(key, self) is self  # None is a value that a user may give
         if is_open:
             set_value(self.tree, key, value, key)
+            self.chosen.append(key)
         if reason:
             self.reasons[key] = reason if is_open else "as you set it"
         return self.given(key)
@@ -71,13 +98,20 @@ class Choices:
         ``plain``, reads."""
         keys = [key for key in self.reasons if not (plain and key.startswith(WITH_A_TEACHER))]
         shown = {key: f"{key}={json.dumps(self.given(key))}".replace('"', "") for key in keys}
-        width = min(40, max(map(len, shown.values())))  # a model's folder may be longer
+        width = min(40, max(map(len, shown.values()), default=0))  # a folder may be longer
         return [f"{shown[key]:<{width}}  {self.reasons[key]}" for key in keys]
 
 
-def choose(facts: FolderFacts, root: str, gpu: bool, given: dict[str, Any]) -> Choices:
+def choose(
+    facts: FolderFacts,
+    root: str,
+    gpu: bool,
+    given: dict[str, Any],
+    teacher: TeacherSizes | None = None,
+) -> Choices:
     """Settings for the folder of images ``root``. ``given`` is what the user set, as a nested dict:
-    it stays, and the other choices follow it."""
+    it stays, and the other choices follow it. ``teacher`` is a trained one, of which a student may
+    be a slice."""
     choices = Choices(given)
     choices.choose("data.name", "folder")
     choices.choose("data.root", root)
@@ -85,12 +119,17 @@ def choose(facts: FolderFacts, root: str, gpu: bool, given: dict[str, Any]) -> C
     if not str(choices.given("model.name", "gauvit_")).startswith("gauvit_"):
         _choose_fine_tuning(choices, images, facts.counts)
         return choices
-    size, tokens = _choose_sizes(choices, facts, GPU_SIZES if gpu else SIZES)
     dim, depth, seen = GPU_MODEL if gpu else MODEL
-    maps = _choose_model(choices, dim, depth)
+    if teacher is None:
+        size, tokens = _choose_sizes(choices, facts, GPU_SIZES if gpu else SIZES)
+        maps = _choose_model(choices, dim, depth)
+    else:
+        size, tokens = _choose_sizes(choices, facts, SLICE_SIZES)
+        maps = _choose_slice(choices, teacher, SLICE_WIDTH[gpu], depth)
     epochs = min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS)
     _choose_training(choices, images, epochs)
-    view_bytes = images * tokens * maps * QUERY_BYTES
+    query_bytes = 2 * max(8, tokens // 4)  # in a store of a quarter of the keys
+    view_bytes = images * tokens * maps * query_bytes
     _choose_augmentation(choices, facts.counts, size, view_bytes)
     return choices
 
@@ -144,6 +183,24 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
     return depth * heads
 
 
+def _choose_slice(choices: Choices, teacher: TeacherSizes, width: int, depth: int) -> int:
+    """As :func:`_choose_model`, of a ViT that a slice of the teacher fits."""
+    if choices.given("model.name") is not None:
+        return 144
+    choices.choose("model.name", "gauvit_pico_patch2_8")
+    most = teacher.sizes
+    width = min(width, most.channels)
+    width = choices.choose("model.args.embed_dim", width, f"the width, of {most.channels}")
+    depth = min(depth, most.blocks)
+    depth = choices.choose("model.args.depth", depth, f"the number of blocks, of {most.blocks}")
+    heads = most.heads
+    while heads > 1 and (width % heads or width // heads < NARROWEST_HEAD):
+        heads -= 1
+    heads = choices.choose("model.args.num_heads", heads, f"attention heads, of {most.heads}")
+    choices.choose("model.args.mlp_ratio", 4)
+    return depth * heads
+
+
 def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -> None:
     """Chooses a training from published weights, with images of the size that they expect."""
     sizes = {"embed_dim", "depth", "num_heads", "mlp_ratio"}
@@ -180,22 +237,22 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     """Chooses a teacher, a student with twice its epochs, and a baseline with those of both."""
     reason = "trained on these images; published weights may know more: --teacher NAME --download"
     teacher = choices.choose("phase_a.teacher", "vit", reason)
-    choices.choose("phase_a.stop_accuracy", 1.0)
+    if not is_trained(teacher):
+        choices.choose("phase_a.stop_accuracy", 1.0)
     attention = "belief"
     if choices.given("model.attention_options"):  # they are those of the default attention
         attention = "standard"
     choices.choose("model.attention", attention, "its attention; timm loads standard by itself")
     if choices.given("train.epochs") is None:  # else it is the student's, too
         student_epochs = epochs
-        if teacher != "local":  # a teacher that is trained takes a third of the time
+        if teacher in ("vit", "gaussian"):  # which take a third of the time
             student_epochs = round(epochs * 2 / 3)
         choices.choose("phase_b.epochs", student_epochs, "of the student")
     student_epochs = choices.given("phase_b.epochs") or choices.given("train.epochs")
-    teacher_epochs = max(1, student_epochs // 2)
-    teacher_epochs = choices.choose("phase_a.max_epochs", teacher_epochs, "of the teacher")
     epochs = student_epochs
     if teacher in ("vit", "gaussian"):
-        epochs += teacher_epochs
+        teacher_epochs = max(1, student_epochs // 2)
+        epochs += choices.choose("phase_a.max_epochs", teacher_epochs, "of the teacher")
     key = "train.epochs"
     if choices.given("baseline.epochs") is not None:
         key = "baseline.epochs"
@@ -206,6 +263,8 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     schedule = choices.choose("phase_b.gamma_schedule", "stop_after")
     if schedule == "stop_after" and gamma:
         gamma_epochs = max(1, student_epochs // 3)
+        if is_trained(teacher):
+            gamma_epochs = min(gamma_epochs, MOST_VIEWS)
         choices.choose("phase_b.gamma_epochs", gamma_epochs, "epochs with these maps")
     if teacher == "gaussian":
         choices.choose("phase_a.per_image", "none")
@@ -213,9 +272,6 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         heads = choices.given("model.args.num_heads")
         reason = "the width of its Gaussians in tokens, by head"
         choices.choose("phase_a.local.std", LOCAL_STDS.get(heads, [0.7, 1.5, 3.0]), reason)
-    elif teacher != "vit" and not str(teacher).startswith(LOCAL):
-        choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
-        choices.choose("phase_b.head_map", "mean")
     _choose_batch(choices, images)
     choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
 
@@ -229,13 +285,18 @@ def _choose_augmentation(
     choices.choose("augment.crop_padding", size // 8, reason)
     choices.choose("phase_a.augment", True)
     learns = choices.given("phase_b.gamma") and not choices.given("phase_b.alpha")
-    moves = choices.given("augment.crop_padding") and choices.given("phase_a.teacher") == "vit"
+    teacher = choices.given("phase_a.teacher")
+    shows_views = teacher == "vit" or is_trained(teacher)
+    moves = choices.given("augment.crop_padding") and shows_views
     epochs = choices.given("phase_b.gamma_epochs")
     most = int(MOST_BYTES / view_bytes)
     if learns and moves and most > 1 and epochs:
         views = min(max(2, epochs), most)
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", views, reason)
+    if is_trained(teacher):
+        reason = "a quarter of each query's keys, those with the largest attention"
+        choices.choose("export.kind", "topk", reason)
 
 
 def has_gpu(given: Mapping[str, Any]) -> bool:

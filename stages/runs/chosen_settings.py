@@ -12,8 +12,9 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from stages.runs.choices import choose, has_gpu
+from stages.runs.choices import choose, has_gpu, is_trained
 from stages.runs.directory import RunDirectory
+from stages.runs.trained_teacher import choose_start, look_at
 
 
 def settings_for(
@@ -40,13 +41,18 @@ def settings_for(
         return _of_run(run, folder, root, overrides), [line]
     attention = [] if student is None else [f"model.attention={student}"]
     valid = config.with_overrides({"phase_a": {"teacher": "vit"}}, [*overrides, *attention])
-    config.parse(valid, "--set")  # before anything is chosen by it
+    phase = config.parse(valid, "--set").phase_a  # before anything is chosen by it
     given = config.with_overrides({}, [*overrides, *attention])
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"--set data.{name}: --data {folder} says where the images are")
     facts = facts_of(folder)
-    choices = choose(facts, str(root), has_gpu(given), given)
+    sizes = None
+    if is_trained(phase.teacher):
+        sizes = look_at(phase.teacher, phase.teacher_args)
+    choices = choose(facts, str(root), has_gpu(given), given, sizes)
+    if is_trained(phase.teacher):
+        choose_start(choices, sizes)
     settings = config.parse(choices.tree, "--set")
     lines = [f"{folder}: {facts}", *(f"  {line}" for line in choices.lines(plain))]
     if settings.model.name.startswith("gauvit_"):

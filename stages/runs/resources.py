@@ -11,7 +11,7 @@ from typing import Any
 import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.distillation.kinds import KINDS
-from gaupipe.distillation.student import MapShape
+from gaupipe.distillation.store_choice import MapShape
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
