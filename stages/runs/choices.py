@@ -75,12 +75,14 @@ class Choices:
         return [f"{shown[key]:<{width}}  {self.reasons[key]}" for key in keys]
 
 
-def choose(facts: FolderFacts, root: str, gpu: bool, given: dict[str, Any]) -> Choices:
-    """Settings for the folder of images ``root``. ``given`` is what the user set, as a nested dict:
-    it stays, and the other choices follow it."""
+def choose(
+    facts: FolderFacts, place: Mapping[str, str | None], gpu: bool, given: dict[str, Any]
+) -> Choices:
+    """Settings for the images in ``place``, of ``data.name`` and ``data.root``. ``given`` is what
+    the user set, as a nested dict: it stays, and the other choices follow it."""
     choices = Choices(given)
-    choices.choose("data.name", "folder")
-    choices.choose("data.root", root)
+    for name, value in place.items():
+        choices.choose(f"data.{name}", value)
     images = _choose_images(choices, facts)
     if not str(choices.given("model.name", "gauvit_")).startswith("gauvit_"):
         _choose_fine_tuning(choices, images, facts.counts)
