@@ -56,6 +56,10 @@ class Writer:
         return self._layout.schema
 
     @property
+    def complete(self) -> bool:
+        return self._layout.complete
+
+    @property
     def shards(self) -> list[Shard]:
         """All shards, in order of image ids."""
         return self._layout.shards
@@ -162,7 +166,13 @@ def create(
     if root is not None:
         _clear(files, root)
     layout, metadata, manifest = plan(schema, shard_bytes, decoder)
-    files.write(ROOT, layout.root_file())
+    if root is not None:
+        files.write(ROOT, layout.root_file())
+    else:
+        files.create(ROOT, layout.root_file())
+        first = files.read(ROOT)
+        if first != layout.root_file():  # of a process that was quicker
+            return _resume(files, first, schema, decoder)
     return _begin(files, layout, metadata, manifest)
 
 
@@ -170,7 +180,8 @@ def _begin(
     files: Files, layout: Layout, metadata: Mapping[str, bytes], manifest: Manifest
 ) -> Writer:
     files.write_all(metadata)
-    files.write(MANIFEST, manifest.to_file())  # last: from now on shards can be written
+    # last, as from now on shards can be written; another process may have finished them by now
+    files.create(MANIFEST, manifest.to_file())
     return Writer(files, layout, manifest)
 
 
@@ -197,7 +208,7 @@ def join(url: str | os.PathLike[str]) -> Writer:
 
 
 def _resume(
-    files: Files, root: bytes, schema: Schema, decoder: Mapping[str, np.ndarray] | None
+    files: Files, root: bytes | None, schema: Schema, decoder: Mapping[str, np.ndarray] | None
 ) -> Writer:
     manifest = read_manifest(files)
     layout = Layout.from_root_file(root, manifest, files.url)
