@@ -121,6 +121,11 @@ class Writer:
         self._write_manifest(finished)
         self._set_complete(True)
 
+    def drop_entries(self) -> None:
+        """Removes the entries of shards that a process wrote once more after the store was
+        finished."""
+        self._files.delete_all(self._files.list(FINISHED))
+
     def _write_manifest(self, shards: Shards) -> None:
         """Puts these shards into the manifest, in place of all entries."""
         manifest = dataclasses.replace(self._manifest, shards=shards)
