@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -43,6 +44,7 @@ from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from stages import phase_a
 from stages.phase_a.trained_vit import probe_where_others_are_predicted
+from stages.publish import store_card
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan
@@ -75,6 +77,7 @@ class ExportRequest:
     augment    draws the views; None is the run's ``augment``
     part       (i, n) writes the shards of the i-th of n parts, counted from 1, and declares the
                store complete if no shard is missing then
+    license    of the images, as the Hub names it (``cc-by-4.0``), for the store's card
     """
 
     run: RunDirectory
@@ -94,11 +97,13 @@ class ExportRequest:
     download: bool = False
     augment: AugmentSettings | None = None
     part: tuple[int, int] | None = None
+    license: str | None = None
 
     @property
     def place(self) -> Place:
         url = str(self.run.maps) if self.out is None else self.out
-        return Place(url, self.overwrite, self.repair, self.shard_mb, self.force, self.part)
+        names = ("overwrite", "repair", "shard_mb", "force", "part", "license")
+        return Place(url, **{name: getattr(self, name) for name in names})
 
     @property
     def kind_options(self) -> dict[str, object]:
@@ -211,6 +216,7 @@ class Place:
     shard_mb: float = 32
     force: bool = False
     part: tuple[int, int] | None = None
+    license: str | None = None
 
     def check(self) -> None:
         """Raises UserError or StoreError for options that exclude each other, and for a place where
@@ -219,6 +225,8 @@ class Place:
             raise UserError(
                 "--overwrite writes everything anew and --repair only what is damaged: choose one"
             )
+        if self.license is not None and not re.fullmatch(r"[\w.-]+", self.license):
+            raise UserError(f"--license {self.license}: should be a name such as cc-by-4.0")
         if self.part is not None:
             number, parts = self.part
             if not 1 <= number <= parts:
@@ -310,7 +318,7 @@ def export(job: TeacherJob[Any], place: Place, options: dict[str, Any]) -> str:
     schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
     with contextlib.ExitStack() as held:
         distributed.on_main(lambda: held.enter_context(place.held(job, schema)))
-        write(job, distributed.main_first(lambda: place.open(job, schema)), place.part)
+        write(job, distributed.main_first(lambda: place.open(job, schema)), place)
     return place.url
 
 
@@ -347,11 +355,11 @@ def ensure(
     return url
 
 
-def write(job: TeacherJob[Any], writer: store.Writer, part: tuple[int, int] | None = None) -> None:
-    """Runs the teacher over the images of every pending shard, or of those of a ``part``; shards
+def write(job: TeacherJob[Any], writer: store.Writer, place: Place) -> None:
+    """Runs the teacher over the images of every pending shard, or of those of a part; shards
     are encoded and stored while the next are made. Part i of n has the shards i - 1, i - 1 + n, and
     so on, and of W ranks rank r writes every W-th of the pending ones."""
-    number, count = part or (1, 1)
+    number, count = place.part or (1, 1)
     everything = distributed.broadcast(writer.pending())
     pending = [shard for shard in everything if shard.index % count == number - 1]
     schema = writer.schema
@@ -363,7 +371,7 @@ def write(job: TeacherJob[Any], writer: store.Writer, part: tuple[int, int] | No
         EpochProgress("export", images, 1) as progress,
         ThreadPoolExecutor(WRITERS, "export") as pool,
     ):
-        progress.line(announcement(schema, images, part))
+        progress.line(announcement(schema, images, place.part))
         batches = job.batches(job.data.train)
         writes: deque[Future[Any]] = deque()
         for shard in mine:
@@ -382,7 +390,7 @@ def write(job: TeacherJob[Any], writer: store.Writer, part: tuple[int, int] | No
             write.result()
         of_ranks = distributed.all_gather_object(losses)  # once all ranks' shards are stored
         missing = distributed.broadcast(
-            distributed.on_main(partial(finish, writer, everything, part))
+            distributed.on_main(partial(finish, writer, everything, place))
         )
         seconds, entry = time.monotonic() - started, entry_of(schema)
         speed = images / max(seconds, 1e-9)
@@ -394,17 +402,17 @@ def write(job: TeacherJob[Any], writer: store.Writer, part: tuple[int, int] | No
             progress.line(f"export: {missing:,} of {len(writer.shards):,} shards are other parts'")
 
 
-def finish(writer: store.Writer, pending: Sequence[store.Shard], part: object = None) -> int:
-    """Declares the store complete unless a shard is missing, of which it returns the number. Shards
-    that other processes wrote, as all but those of a ``part`` and where none was ``pending``, are
-    read back first. Raises StoreError for files that are not what was written."""
+def finish(writer: store.Writer, pending: Sequence[store.Shard], place: Place) -> int:
+    """Adds the card and declares the store complete, unless shards are missing, of which it returns
+    the number. What other processes have written is read back first: that may be so of a part, and
+    where nothing was ``pending``. Raises StoreError for files that are not what was written."""
     if writer.complete:
         writer.drop_entries()
         return 0
     missing = len(writer.pending())
-    if missing and part is not None:
+    if missing and place.part is not None:
         return missing
-    if part is not None or not pending:
+    if place.part is not None or not pending:
         shards = (problem.shard for problem in store.verify(writer.url))
         damaged = {shard for shard in shards if shard is not None}
         if damaged:
@@ -413,6 +421,7 @@ def finish(writer: store.Writer, pending: Sequence[store.Shard], part: object = 
                 f"{writer.url}: the files of {len(damaged)} shards are not what their processes "
                 "wrote; they count as missing now: repeat gaupipe export-maps"
             )
+    writer.add_card(store_card.text(writer.schema, place.license))
     writer.finish()
     return 0
 

@@ -33,6 +33,8 @@ from store.manifest import (
 )
 from store.schema import Schema
 
+CARD = "README.md"
+
 
 class Writer:
     """Writes shards of one store; made by `create`, `join` or `repair`.
@@ -120,6 +122,11 @@ class Writer:
             )
         self._write_manifest(finished)
         self._set_complete(True)
+
+    def add_card(self, text: str) -> None:
+        """Adds README.md. The manifest does not name it, and one that is there stays: people edit
+        it."""
+        self._files.create(CARD, text.encode())
 
     def drop_entries(self) -> None:
         """Removes the entries of shards that a process wrote once more after the store was

@@ -26,7 +26,7 @@ def run(trained, tmp_path):  # noqa: F811
 
 
 def files(folder):
-    """All files but the empty ones that a killed write leaves, and the card, which has a date."""
+    """All files but the empty ones that a killed write leaves."""
     found = contents(folder)
     return {name: data for name, data in found.items() if not name.endswith("__lock")}
 
@@ -104,6 +104,7 @@ def test_a_process_that_creates_late_overwrites_nothing(tmp_path):
         (("--part", "3"), "'3' should be a part and the number of parts: 3/16"),
         (("--part", "1/2", "--overwrite"), "--part with --overwrite: each part would do away"),
         (("--part", "1/2", "--repair"), "--part with --repair"),
+        (("--license", "mine\nyours"), "--license mine yours: should be a name such as cc-by-4.0"),
     ],
 )
 def test_bad_parts_give_one_line_and_write_nothing(run, in_process, options, message):

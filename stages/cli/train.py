@@ -151,6 +151,10 @@ def export_maps(
         tuple | None,
         option("--part I/N", "Only the I-th of N parts, such as 3/16.", "all", parser=parse_part),
     ] = None,
+    license: Annotated[
+        str | None,
+        option("--license NAME", "Of the images, such as cc-by-4.0, for the store's README.md."),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Write the attention maps and predictions of a run's teacher, or of any ViT, to a zarr store.
@@ -162,7 +166,7 @@ def export_maps(
     """
     options: dict[str, Any] = {"encoding": encoding, "k": k, "download": download}
     options |= {"overwrite": overwrite, "repair": repair, "shard_mb": shard_mb, "force": force}
-    options["part"] = part
+    options |= {"part": part, "license": license}
     if not names_model(model, files, image_size) or model is None:
         options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
         run_dir = find_run(run_dir)
