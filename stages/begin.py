@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gaupipe.settings.sections import LOCAL
+from gaupipe.settings.sections import HFDS, LOCAL, STREAMS
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
@@ -67,7 +67,8 @@ def check_paths(
         import store  # with zarr and tensorstore, half a second
 
         store.check_exists(maps)
-    if data is not None and not data.is_dir():
+    named = str(data).startswith((HFDS, *STREAMS))
+    if data is not None and not data.exists() and not named:
         raise UserError(f"--data {data}: no such folder; {remedy(data)}")
     for path in images or ():
         if not path.exists():

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from stages import phase_a
 from stages.phase_a.trained_vit import probe_where_others_are_predicted, say_what_students_lack
+from stages.phase_a.trained_vit import probe_where_others_are_predicted
+from stages.publish import store_card
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan
@@ -72,6 +76,9 @@ class ExportRequest:
     overrides  ``phase_a.teacher_args...=value``, of ``teacher``
     download   fetch the published weights of ``teacher``
     augment    draws the views; None is the run's ``augment``
+    part       (i, n) writes the shards of the i-th of n parts, counted from 1, and declares the
+               store complete if no shard is missing then
+    license    of the images, as the Hub names it (``cc-by-4.0``), for the store's card
     """
 
     run: RunDirectory
@@ -90,11 +97,14 @@ class ExportRequest:
     overrides: Sequence[str] = ()
     download: bool = False
     augment: AugmentSettings | None = None
+    part: tuple[int, int] | None = None
+    license: str | None = None
 
     @property
     def place(self) -> Place:
         url = str(self.run.maps) if self.out is None else self.out
-        return Place(url, self.overwrite, self.repair, self.shard_mb, self.force)
+        names = ("overwrite", "repair", "shard_mb", "force", "part", "license")
+        return Place(url, **{name: getattr(self, name) for name in names})
 
     @property
     def kind_options(self) -> dict[str, object]:
@@ -149,7 +159,7 @@ def run(
     if settings.phase_a.is_local and request.teacher is None:
         distributed.on_main(lambda: say_nothing_to_export(settings, request.out))
         return None
-    with request.run.locked():
+    with request.run.locked(shared=request.part is not None):
         job = distributed.main_first(lambda: request.load(settings, data))
         say_what_students_lack(job)
         probe_where_others_are_predicted(job)
@@ -207,6 +217,8 @@ class Place:
     repair: bool = False
     shard_mb: float = 32
     force: bool = False
+    part: tuple[int, int] | None = None
+    license: str | None = None
 
     def check(self) -> None:
         """Raises UserError or StoreError for options that exclude each other, and for a place where
@@ -215,6 +227,20 @@ class Place:
             raise UserError(
                 "--overwrite writes everything anew and --repair only what is damaged: choose one"
             )
+        if self.license is not None and not re.fullmatch(r"[\w.-]+", self.license):
+            raise UserError(f"--license {self.license}: should be a name such as cc-by-4.0")
+        if self.part is not None:
+            number, parts = self.part
+            if not 1 <= number <= parts:
+                raise UserError(
+                    f"--part {number}/{parts}: should be from 1/{parts} to {parts}/{parts}"
+                )
+            if self.overwrite or self.repair:
+                option = "--overwrite" if self.overwrite else "--repair"
+                raise UserError(
+                    f"--part with {option}: each part would do away with what others have written: "
+                    "remove the store first, or leave --part out"
+                )
         if self.url == "":
             raise UserError("--out '': should be the path or URL of a store")
         store.check_place(self.url)
@@ -230,7 +256,8 @@ class Place:
         images = "--images" if of_model else "data.train_images"
         shared = sum(array.nbytes for array in (decoder(job, schema.kind) or {}).values())
         place = f"choose another --out or --kind, or fewer {images}"
-        check_disk("export", schema.total_bytes + shared, folder, place)
+        parts = 1 if self.part is None else self.part[1]  # each writes its share
+        check_disk("export", schema.total_bytes // parts + shared, folder, place)
         if of_model:
             maps = schema.layers * schema.heads * schema.tokens**2
             batch = min(job.settings.data.eval_batch_size, schema.num_images) * maps * MAP_BYTES
@@ -262,7 +289,7 @@ class Place:
         if folder is None or not folder.is_dir():
             yield
             return
-        with alone_in(folder, BUSY):
+        with alone_in(folder, BUSY, shared=self.part is not None):
             yield
 
     def open(self, job: TeacherJob[Any], schema: store.Schema) -> store.Writer:
@@ -272,7 +299,7 @@ class Place:
         shard_bytes, shared = int(self.shard_mb * 1e6), decoder(job, schema.kind)
         if self.repair:
             return store.repair(self.url, schema, shard_bytes=shard_bytes, decoder=shared)
-        if not self.overwrite and is_complete(self.url):
+        if not self.overwrite and self.part is None and is_complete(self.url):
             raise UserError(
                 f"{self.url} already holds a complete store: --overwrite replaces it, --repair "
                 "rewrites what is damaged"
@@ -295,7 +322,7 @@ def export(job: TeacherJob[Any], place: Place, options: dict[str, Any]) -> str:
     schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
     with contextlib.ExitStack() as held:
         distributed.on_main(lambda: held.enter_context(place.held(job, schema)))
-        write(job, distributed.main_first(lambda: place.open(job, schema)))
+        write(job, distributed.main_first(lambda: place.open(job, schema)), place)
     return place.url
 
 
@@ -332,21 +359,23 @@ def ensure(
     return url
 
 
-def write(job: TeacherJob[Any], writer: store.Writer) -> None:
-    """Runs the teacher over the images of every pending shard; shards are encoded and stored
-    while the next are made. Of W ranks, rank r writes the shards r, r + W, and so on."""
-    schema, pending = writer.schema, distributed.broadcast(writer.pending())
+def write(job: TeacherJob[Any], writer: store.Writer, place: Place) -> None:
+    """Runs the teacher over the images of every pending shard, or of those of a part; shards
+    are encoded and stored while the next are made. Part i of n has the shards i - 1, i - 1 + n, and
+    so on, and of W ranks rank r writes every W-th of the pending ones."""
+    number, count = place.part or (1, 1)
+    everything = distributed.broadcast(writer.pending())
+    pending = [shard for shard in everything if shard.index % count == number - 1]
+    schema = writer.schema
     images = sum(shard.stop - shard.start for shard in pending)
-    mine = [
-        shard for shard in pending if shard.index % distributed.world_size() == distributed.rank()
-    ]
+    mine = pending[distributed.rank() :: distributed.world_size()]
     losses: list[Tensor] = []
     started, world_size = time.monotonic(), distributed.world_size()
     with (
         EpochProgress("export", images, 1) as progress,
         ThreadPoolExecutor(WRITERS, "export") as pool,
     ):
-        progress.line(announcement(schema, images))
+        progress.line(announcement(schema, images, place.part))
         batches = job.batches(job.data.train)
         writes: deque[Future[Any]] = deque()
         for shard in mine:
@@ -364,20 +393,48 @@ def write(job: TeacherJob[Any], writer: store.Writer) -> None:
         for write in writes:
             write.result()
         of_ranks = distributed.all_gather_object(losses)  # once all ranks' shards are stored
-        distributed.on_main(writer.finish)
+        missing = distributed.broadcast(
+            distributed.on_main(partial(finish, writer, everything, place))
+        )
         seconds, entry = time.monotonic() - started, entry_of(schema)
         speed = images / max(seconds, 1e-9)
         progress.line(f"export: {images:,} {entry}s in {seconds:.1f} s, {speed:,.0f} {entry}s/s")
         gathered = [loss for of_rank in of_ranks for loss in of_rank]
         if line := loss_line(schema, gathered, images):
             progress.line(f"export: {line}")
+        if missing:
+            progress.line(f"export: {missing:,} of {len(writer.shards):,} shards are other parts'")
+
+
+def finish(writer: store.Writer, pending: Sequence[store.Shard], place: Place) -> int:
+    """Adds the card and declares the store complete, unless shards are missing, of which it returns
+    the number. What other processes have written is read back first: that may be so of a part, and
+    where nothing was ``pending``. Raises StoreError for files that are not what was written."""
+    if writer.complete:
+        writer.drop_entries()
+        return 0
+    missing = len(writer.pending())
+    if missing and place.part is not None:
+        return missing
+    if place.part is not None or not pending:
+        shards = (problem.shard for problem in store.verify(writer.url))
+        damaged = {shard for shard in shards if shard is not None}
+        if damaged:
+            writer.reopen(damaged)
+            raise store.StoreError(
+                f"{writer.url}: the files of {len(damaged)} shards are not what their processes "
+                "wrote; they count as missing now: repeat gaupipe export-maps"
+            )
+    writer.add_card(store_card.text(writer.schema, place.license))
+    writer.finish()
+    return 0
 
 
 def entry_of(schema: store.Schema) -> str:
     return "image" if schema.views == 1 else "view"
 
 
-def announcement(schema: store.Schema, images: int) -> str:
+def announcement(schema: store.Schema, images: int, part: tuple[int, int] | None = None) -> str:
     """The amount that is about to be written, in one line."""
     written, entry, size = schema.num_images - images, entry_of(schema), schema.bytes_per_image
     kind = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
@@ -386,7 +443,11 @@ def announcement(schema: store.Schema, images: int) -> str:
     if "pooled_from" in schema.extra:
         kind += " on {} x {} tokens".format(*schema.grid)
     each = f", {schema.views} of each image," if schema.views > 1 else ""
-    already = f", {written:,} are there already" if written else ""
+    already = ""
+    if part is not None:
+        already = ", part {} of {}".format(*part)
+    elif written:
+        already = f", {written:,} are there already"
     return (
         f"export: {images:,} {entry}s{each} as {kind}, {schema.encoding}{already}, "
         f"at most {images * size / 1e6:,.1f} MB ({size / 1e3:,.1f} kB each) before compression"

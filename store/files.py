@@ -86,6 +86,14 @@ class Files:
         if self.folder is not None:
             self._flush_folders(self.folder, files)
 
+    def create(self, key: str, data: bytes) -> None:
+        """Writes a file unless there is one: of several processes the first one does."""
+        found = self.wait(self._kvstore.read(key))
+        if found.state == "missing":
+            self.wait(self._kvstore.write(key, data, if_equal=found.stamp.generation))
+            if self.folder is not None:
+                self._flush_folders(self.folder, [key])
+
     def list(self, prefix: str = "") -> list[str]:
         """The names of all files whose name starts with `prefix`, sorted."""
         end = prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)

@@ -54,11 +54,13 @@ class Shard(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A store's description: all that is needed to name and write its files."""
+    """A store's description: all that is needed to name and write its files. ``nodes`` are the
+    zarr.json of its arrays, as the root's file repeats them: one request opens a store."""
 
     schema: Schema
     images_per_shard: int
     complete: bool = False
+    nodes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -104,7 +106,8 @@ class Layout:
                 **self.schema.to_attributes(),
                 "images_per_shard": self.images_per_shard,
                 "complete": self.complete,
-            }
+            },
+            self.nodes,
         )
 
     def complete_root_file(self) -> bytes:
@@ -122,9 +125,11 @@ class Layout:
             )
         broken = damaged(url, f"{ROOT} is damaged or was edited")
         try:
-            attributes = json.loads(data)["attributes"]
-            complete = group_file({**attributes, "complete": True})
-            whole = group_file(attributes) == data
+            root = json.loads(data)
+            attributes = root["attributes"]
+            nodes = root.get("consolidated_metadata", {}).get("metadata")
+            complete = group_file({**attributes, "complete": True}, nodes)
+            whole = group_file(attributes, nodes) == data
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise broken from None
         if manifest is not None and not (whole and sha256(complete) == manifest.metadata.get(ROOT)):
@@ -141,7 +146,7 @@ class Layout:
                 "alone; write the store anew with gaupipe export-maps --overwrite"
             )
         try:
-            layout = cls._from_attributes(attributes)
+            layout = cls._from_attributes(attributes, nodes)
         except StoreError as error:
             raise damaged(url, f"{ROOT} contradicts itself: {error}") from None
         if layout.complete and manifest is None:
@@ -149,7 +154,7 @@ class Layout:
         return layout
 
     @classmethod
-    def _from_attributes(cls, attributes: dict[str, Any]) -> Layout:
+    def _from_attributes(cls, attributes: dict[str, Any], nodes: dict[str, Any]) -> Layout:
         """Raises StoreError for attributes that no writer of ours writes."""
         schema = Schema.from_attributes(attributes)
         per_shard = attributes.get("images_per_shard")
@@ -165,7 +170,7 @@ class Layout:
             )
         if type(complete) is not bool:
             raise StoreError(f"complete is {complete!r}; it must be true or false")
-        return cls(schema, per_shard, complete)
+        return cls(schema, per_shard, complete, nodes)
 
 
 def open_layout(files: Files) -> tuple[Layout, Manifest]:
@@ -199,6 +204,9 @@ def plan(
     fitting = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
     layout = Layout(schema, per_shard or fitting)
     files = metadata_files(layout, decoder or {})
+    end = f"/{ROOT}"
+    nodes = {key[: -len(end)]: json.loads(files[key]) for key in files if key.endswith(end)}
+    layout = dataclasses.replace(layout, nodes=nodes)
     described = {ROOT: layout.complete_root_file(), **files}
     digests = {key: sha256(data) for key, data in described.items()}
     return layout, files, Manifest(digests, {})
@@ -246,8 +254,16 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
             filters=None,
             compressors=checked,
             config={"write_empty_chunks": True},
+            dimension_names=_shared_axes(name, values.ndim),
         )
     return {key: buffer.to_bytes() for key, buffer in buffers.items() if key != ROOT}
+
+
+def _shared_axes(name: str, dimensions: int) -> list[str]:
+    """Names of the axes of a decoder's array: those of a network's weights are its own."""
+    if name == "prior" and dimensions == 4:
+        return ["layer", "head", "query", "raw"]
+    return [f"{name}_{axis}" for axis in range(dimensions)]
 
 
 def read_metadata(files: Files, manifest: Manifest, name: str) -> dict[str, Any]:

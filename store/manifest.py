@@ -116,9 +116,13 @@ def _from_json(shard: dict[str, dict[str, Any]]) -> dict[str, StoredFile]:
     return {name: StoredFile(**file) for name, file in shard.items()}
 
 
-def group_file(attributes: dict[str, Any]) -> bytes:
-    """The zarr.json of a group with these attributes."""
+def group_file(attributes: dict[str, Any], nodes: dict[str, Any] | None = None) -> bytes:
+    """The zarr.json of a group with these attributes; with ``nodes`` it repeats the zarr.json of
+    the arrays and groups below it, by their paths: zarr's consolidated metadata."""
     group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    if nodes is not None:
+        inline = {"kind": "inline", "must_understand": False, "metadata": nodes}
+        group["consolidated_metadata"] = inline
     return json.dumps(group, indent=2, allow_nan=False).encode()
 
 

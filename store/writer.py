@@ -33,6 +33,8 @@ from store.manifest import (
 )
 from store.schema import Schema
 
+CARD = "README.md"
+
 
 class Writer:
     """Writes shards of one store; made by `create`, `join` or `repair`.
@@ -54,6 +56,10 @@ class Writer:
     @property
     def schema(self) -> Schema:
         return self._layout.schema
+
+    @property
+    def complete(self) -> bool:
+        return self._layout.complete
 
     @property
     def shards(self) -> list[Shard]:
@@ -117,6 +123,16 @@ class Writer:
         self._write_manifest(finished)
         self._set_complete(True)
 
+    def add_card(self, text: str) -> None:
+        """Adds README.md. The manifest does not name it, and one that is there stays: people edit
+        it."""
+        self._files.create(CARD, text.encode())
+
+    def drop_entries(self) -> None:
+        """Removes the entries of shards that a process wrote once more after the store was
+        finished."""
+        self._files.delete_all(self._files.list(FINISHED))
+
     def _write_manifest(self, shards: Shards) -> None:
         """Puts these shards into the manifest, in place of all entries."""
         manifest = dataclasses.replace(self._manifest, shards=shards)
@@ -162,7 +178,13 @@ def create(
     if root is not None:
         _clear(files, root)
     layout, metadata, manifest = plan(schema, shard_bytes, decoder)
-    files.write(ROOT, layout.root_file())
+    if root is not None:
+        files.write(ROOT, layout.root_file())
+    else:
+        files.create(ROOT, layout.root_file())
+        first = files.read(ROOT)
+        if first != layout.root_file():  # of a process that was quicker
+            return _resume(files, first, schema, decoder)
     return _begin(files, layout, metadata, manifest)
 
 
@@ -170,7 +192,8 @@ def _begin(
     files: Files, layout: Layout, metadata: Mapping[str, bytes], manifest: Manifest
 ) -> Writer:
     files.write_all(metadata)
-    files.write(MANIFEST, manifest.to_file())  # last: from now on shards can be written
+    # last, as from now on shards can be written; another process may have finished them by now
+    files.create(MANIFEST, manifest.to_file())
     return Writer(files, layout, manifest)
 
 
@@ -197,7 +220,7 @@ def join(url: str | os.PathLike[str]) -> Writer:
 
 
 def _resume(
-    files: Files, root: bytes, schema: Schema, decoder: Mapping[str, np.ndarray] | None
+    files: Files, root: bytes | None, schema: Schema, decoder: Mapping[str, np.ndarray] | None
 ) -> Writer:
     manifest = read_manifest(files)
     layout = Layout.from_root_file(root, manifest, files.url)

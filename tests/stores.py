@@ -64,14 +64,16 @@ def shard_file(url: Path, name: str, index: int) -> Path:
 
 def edit_root(url: Path, **changes) -> None:
     """Changes attributes of a store, None takes one out; its manifest names what it is now."""
-    attributes = json.loads((url / ROOT).read_bytes())["attributes"] | changes
+    root = json.loads((url / ROOT).read_bytes())
+    attributes = root["attributes"] | changes
+    nodes = root["consolidated_metadata"]["metadata"]
     for name in [name for name, value in changes.items() if value is None]:
         del attributes[name]
     manifest = json.loads((url / MANIFEST).read_bytes())["attributes"]
-    manifest["metadata"][ROOT] = sha256(group_file(attributes | {"complete": True}))
-    for name, content in ((ROOT, attributes), (MANIFEST, manifest)):
+    manifest["metadata"][ROOT] = sha256(group_file(attributes | {"complete": True}, nodes))
+    for name, content in ((ROOT, group_file(attributes, nodes)), (MANIFEST, group_file(manifest))):
         (url / name).unlink()  # it may be a link to another store's
-        (url / name).write_bytes(group_file(content))
+        (url / name).write_bytes(content)
 
 
 def damaged_images(url) -> list[tuple]:

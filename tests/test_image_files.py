@@ -402,13 +402,13 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def examined(monkeypatch):
     """Names of the files whose content has been read for their digest."""
-    names, examine = [], image_files._examine
+    names, examine = [], image_files.FileImages.examine
 
-    def count(path):
-        names.append(os.path.basename(path))
-        return examine(path)
+    def count(images, position):
+        names.append(os.path.basename(images.path(position)))
+        return examine(images, position)
 
-    monkeypatch.setattr(image_files, "_examine", count)
+    monkeypatch.setattr(image_files.FileImages, "examine", count)
     return names
 
 

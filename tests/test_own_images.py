@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from arguments import sets
-from gaupipe.data.folder import FolderFacts, facts_of
+from gaupipe.data.folder import FolderFacts
+from gaupipe.data.sources import facts_of
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
@@ -20,6 +21,7 @@ from stages.runs.choices import Choices, choose
 from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 
+PLACE = {"name": "folder", "root": "photos"}
 TINY = ("model.args.embed_dim=16", "model.args.depth=1", "train.epochs=2", "threads=1")
 
 
@@ -29,7 +31,7 @@ def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> Folde
 
 
 def chosen(given=(), gpu=False, **of_folder) -> Choices:
-    return choose(facts(**of_folder), "photos", gpu, config.with_overrides({}, given))
+    return choose(facts(**of_folder), PLACE, gpu, config.with_overrides({}, given))
 
 
 def settings(given=(), gpu=False, **of_folder) -> config.Settings:
@@ -197,7 +199,7 @@ def test_facts_are_those_of_the_training_images(tmp_path):
     photos(tmp_path / "test", count=3)
     giant = Image.new("L", (3000, 2000))
     giant.save(tmp_path / "train" / "cat" / "giant.png")
-    of_folder = facts_of(tmp_path)
+    of_folder = facts_of(DataSettings(name="folder", root=tmp_path))
     assert of_folder.counts == {"cat": 13, "dog": 12}
     assert (of_folder.width, of_folder.height) == (40, 30)
     assert (of_folder.val, of_folder.test) == (4, 6)
@@ -212,7 +214,9 @@ def test_validation_images_of_their_own(tmp_path):
     photos(tmp_path / "val", count=2)
     data = load(tmp_path)
     assert (len(data.train), len(data.val), data.test) == (24, 4, None)
-    assert "of 2 classes, 4 validation images, no test images," in str(facts_of(tmp_path))
+    assert "of 2 classes, 4 validation images, no test images," in str(
+        facts_of(DataSettings(name="folder", root=tmp_path))
+    )
     assert data.val.source.root == tmp_path / "val"
     assert data.val.labels.tolist() == [0, 0, 1, 1]
     assert len(load(tmp_path, train_images=10).val) == 4
@@ -227,7 +231,9 @@ def test_validation_images_of_their_own(tmp_path):
     data = load(tmp_path)
     assert set(data.test.labels) == {1}  # the dogs alone are still class 1
     assert (len(data.train), len(data.val), len(data.test)) == (21, 3, 3)
-    assert "of 2 classes, 3 test images," in str(facts_of(tmp_path))
+    assert "of 2 classes, 3 test images," in str(
+        facts_of(DataSettings(name="folder", root=tmp_path))
+    )
 
 
 def test_class_folders_without_a_folder_for_training(tmp_path):

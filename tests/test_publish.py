@@ -11,6 +11,7 @@ import yaml
 from markdown_it import MarkdownIt
 from PIL import Image
 
+import store
 from gaupipe import __version__
 from gaupipe.data import splits
 from gaupipe.settings import load as config
@@ -147,3 +148,24 @@ def test_class_names_reach_those_who_load_the_model_and_are_no_markup_in_the_car
     escaped = [name.replace("\x1b", "\\x1b").replace("\x07", "\\x07") for name in names]
     escaped[4], escaped[6] = "two\\n\\n# lines", "caf\\xe9"
     assert shown == escaped
+
+
+def test_a_store_has_a_card_that_its_owner_may_edit(run):
+    """As the Hub reads it; hf upload takes it along."""
+    from huggingface_hub import DatasetCard
+
+    from stages import export
+
+    shutil.rmtree(run / "maps.zarr")
+    export.run(run, license="cc-by-4.0")
+    path = run / "maps.zarr" / "README.md"
+    card = DatasetCard.load(path)
+    assert card.data.license == "cc-by-4.0" and card.data.size_categories == "n<1K"
+    assert "`labels` | 40 | int64 | image" in card.text and str(run) not in card.text
+    maps = store.open(run / "maps.zarr")
+    assert maps.schema.teacher_sha256 in card.text and maps.schema.dataset_sha256 in card.text
+    path.write_text("mine")
+    assert store.verify(run / "maps.zarr") == []
+    export.run(run, overwrite=True)
+    assert "licence under which these may be used" in path.read_text()
+    assert DatasetCard.load(path).data.license is None

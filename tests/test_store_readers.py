@@ -39,3 +39,20 @@ def test_zarr_and_tensorstore_agree(tmp_path, changes):
         assert np.array_equal(
             zarr.open_group(tmp_path / "s", mode="r")["decoder"][name][...], values
         )
+
+
+def test_xarray_opens_a_store_with_its_decoder(tmp_path):
+    """By the names of its dimensions, with the metadata that the root repeats."""
+    xarray = pytest.importorskip("xarray")
+    schema = make_schema(kind="prior", num_images=5, grid=(2, 2), layers=1, heads=2)
+    arrays = make_arrays(schema)
+    decoder = {"prior": np.ones((1, 2, 4, 5), np.float32)}
+    write_store(tmp_path / "s", schema, arrays, decoder=decoder)
+    data = xarray.open_zarr(tmp_path / "s", consolidated=True)
+    assert dict(data.sizes) == {"image": 5, "class": schema.num_classes}
+    assert np.array_equal(data["labels"].sel(image=[4, 0]), arrays["labels"][[4, 0]])
+    assert data.attrs["complete"] is True
+    tree = xarray.open_datatree(tmp_path / "s", engine="zarr", consolidated=True)
+    prior = tree["decoder/prior"]
+    assert prior.dims == ("layer", "head", "query", "raw")
+    assert np.array_equal(prior, decoder["prior"])

@@ -6,17 +6,14 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gaupipe.data.decoding import identify, is_image, refusing
+from gaupipe.data.decoding import is_image
+from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
-
-SAMPLE = 200
-"""Images whose headers are read to see what the images are like."""
 
 SPLITS = {
     "train": ("train", "training", "train_set", "training_set", "seg_train"),
@@ -24,6 +21,18 @@ SPLITS = {
     "test": ("test", "testing", "test_set", "testing_set", "seg_test"),
 }
 """Names of the folders of each split, in lower case: any case will do."""
+
+
+def place_of(data: str) -> dict[str, str | None]:
+    """``name`` and ``root`` of the settings ``data`` of images that one text names: a folder or an
+    archive, or hfds/ and a folder or a name of the Hub."""
+    name = data.removeprefix(HFDS)
+    if os.path.exists(data) or not data.startswith((HFDS, *STREAMS)):
+        return {"name": "folder", "root": os.path.abspath(data)}
+    if not os.path.isdir(name):
+        return {"name": data, "root": None}
+    folder = Path(os.path.abspath(name))  # later commands find it from any working directory
+    return {"name": f"{HFDS}{folder.name}", "root": str(folder.parent)}
 
 
 @dataclass(frozen=True)
@@ -44,11 +53,11 @@ def layout(root: Path) -> Layout:
     """
     beside: list[Path] = []
     if root.is_dir():
-        beside = _folders_in(root)
+        beside = folders_in(root)
     folders: dict[str, Path] = {}
     others = []
     for folder in beside:
-        split = _split_of(folder)
+        split = split_of(folder.name)
         if split is None:
             others.append(folder.name)
         elif split in folders:
@@ -60,13 +69,13 @@ def layout(root: Path) -> Layout:
             folders[split] = _unwrapped(folder, split)
     if "train" in folders:
         if others:
-            _say(
+            say_once(
                 f"data.root {root}: left out the folders beside the training images that are "
                 f"neither validation nor test images: {', '.join(others)}"
             )
         return Layout(folders["train"], folders.get("val"), folders.get("test"))
     # a folder val/ or test/ with folders inside is a split; with images alone it is a class
-    if not beside or any(map(_folders_in, folders.values())):
+    if not beside or any(map(folders_in, folders.values())):
         moved = ""
         if not root.exists():
             moved = (
@@ -81,16 +90,16 @@ def layout(root: Path) -> Layout:
     return Layout(root, None, None)
 
 
-def _folders_in(folder: Path) -> list[Path]:
+def folders_in(folder: Path) -> list[Path]:
     """The folders in a folder, sorted, without hidden ones."""
     entries = sorted(folder.iterdir())
     return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
 
 
-def _split_of(folder: Path) -> str | None:
+def split_of(name: str) -> str | None:
     """The split that a folder's name names."""
     for split, names in SPLITS.items():
-        if folder.name.lower() in names:
+        if name.lower() in names:
             return split
     return None
 
@@ -98,8 +107,8 @@ def _split_of(folder: Path) -> str | None:
 def _unwrapped(folder: Path, split: str) -> Path:
     """The folder of a split, or the one of the same split that is all it holds: an archive may
     have seg_train/seg_train/CLASS."""
-    inside = _folders_in(folder)
-    if len(inside) == 1 and _split_of(inside[0]) == split:
+    inside = folders_in(folder)
+    if len(inside) == 1 and split_of(inside[0].name) == split:
         return inside[0]
     return folder
 
@@ -141,7 +150,7 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
         files = "1 file"
         if len(others) > 1:
             files = f"{len(others)} files"
-        _say(f"data.root {folder}: left out {files} that are no images, such as {others[0]}")
+        say_once(f"data.root {folder}: left out {files} that are no images, such as {others[0]}")
     return classes
 
 
@@ -204,7 +213,7 @@ def _refuse(error: OSError) -> None:
 
 
 @functools.cache
-def _say(line: str) -> None:
+def say_once(line: str) -> None:
     if multiprocessing.parent_process() is None:
         print(line, file=sys.stderr)
 
@@ -239,33 +248,3 @@ class FolderFacts:
             text += f", {self.val:,} validation images"
         test = "no" if self.test is None else f"{self.test:,}"
         return f"{text}, {test} test images, {self.width} x {self.height} pixels"
-
-
-def facts_of(root: Path) -> FolderFacts:
-    """Looks at a folder. No pixels are read. Raises UserError for a folder that cannot be meant,
-    and for a sampled file that is no image."""
-    folders = layout(root)
-    classes = find_classes(folders.train)
-    names = [name for images in classes.values() for name in images]
-    sampled = dict.fromkeys(names[i * len(names) // SAMPLE] for i in range(SAMPLE))
-    widths, heights = zip(*(_size(folders.train / name) for name in sampled), strict=True)
-    return FolderFacts(
-        counts={name: len(images) for name, images in classes.items()},
-        width=round(statistics.median(widths)),
-        height=round(statistics.median(heights)),
-        val=_count_images(folders.val),
-        test=_count_images(folders.test),
-    )
-
-
-def _count_images(folder: Path | None) -> int | None:
-    """Images of a split; None where there is no such folder."""
-    if folder is None:
-        return None
-    return sum(map(len, find_classes(folder).values()))
-
-
-def _size(path: Path) -> tuple[int, int]:
-    """(width, height) of an image file."""
-    with refusing(str(path)), open(path, "rb") as file, identify(file) as image:
-        return image.size

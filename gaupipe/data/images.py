@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from gaupipe.data.cache import ImageCache, digests_file, read_digests, write_digests
-from gaupipe.data.decoding import check, read_rgb, refusing
+from gaupipe.data.decoding import check, identify, read_rgb, refusing
 from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
@@ -37,17 +38,18 @@ SETTLED_NS = 2_000_000_000
 not kept."""
 
 
-def content_digests(root: Path, names: list[str]) -> list[str]:
-    """SHA-256 of each file's content, in hexadecimal digits.
+def content_digests(images: FileImages) -> list[str]:
+    """SHA-256 of the content of each image's file, in hexadecimal digits.
 
     A file is read only if the cache does not know it with its present size, time stamps and inode.
     The inode counts because files that change places may agree in the rest. Raises UserError when a
     file cannot be read to its end as an image.
     """
     settled_ns = time.time_ns() - SETTLED_NS
-    paths = {name: os.path.join(root, name) for name in names}
-    stamps = {name: _stamp(path) for name, path in paths.items()}
-    cached = digests_file(root)
+    names = images.names
+    positions = {name: position for position, name in enumerate(names)}
+    stamps = {name: images.stamp(position) for name, position in positions.items()}
+    cached = digests_file(images.root)
     known = {
         name: (stamp, digest)
         for name, (stamp, digest) in read_digests(cached).items()
@@ -61,7 +63,7 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
             EpochProgress("reading images", len(unknown), 1) as progress,
         ):
             try:
-                answers = pool.map(_examine, [paths[name] for name in unknown])
+                answers = pool.map(images.examine, [positions[name] for name in unknown])
                 for name, digest in zip(unknown, answers, strict=True):
                     stamp, changed_ns = stamps[name]
                     digests[name] = digest
@@ -74,7 +76,7 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
     return [digests[name] for name in names]
 
 
-def _stamp(path: str) -> tuple[str, int]:
+def stamp_of(path: str) -> tuple[str, int]:
     """Size, times and inode of a file, which change with its content, and the latest time in ns."""
     try:
         status = os.stat(path)
@@ -83,15 +85,6 @@ def _stamp(path: str) -> tuple[str, int]:
     modified = status.st_mtime_ns
     changed = status.st_ctime_ns
     return f"{status.st_size} {modified} {changed} {status.st_ino}", max(modified, changed)
-
-
-def _examine(path: str) -> str:
-    """The digest of a file's content. Raises UserError for a file that is no image."""
-    with refusing(path), open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(0)
-        check(file)
-        return digest
 
 
 class ArrayImages(Dataset[Any]):
@@ -201,10 +194,31 @@ class FileImages(Dataset[Any]):
     def path(self, position: int) -> str:
         return os.path.join(self.root, self.names[position])
 
+    def open(self, position: int) -> BufferedReader | BytesIO:
+        """The file of an image, opened for reading."""
+        return open(self.path(position), "rb")
+
+    def stamp(self, position: int) -> tuple[str, int]:
+        """What changes with an image's content, and the latest time in ns at which it did."""
+        return stamp_of(self.path(position))
+
+    def examine(self, position: int) -> str:
+        """The digest of a file's content. Raises UserError for a file that is no image."""
+        with refusing(self.path(position)), self.open(position) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            check(file)
+            return digest
+
+    def size_of(self, position: int) -> tuple[int, int]:
+        """(width, height) of an image in pixels, of which its header alone is decoded."""
+        with refusing(self.path(position)), self.open(position) as file, identify(file) as image:
+            return image.size
+
     def pixels(self, position: int) -> Tensor:
         """All pixels of an image: uint8 [3, height, width], one pixel's colours side by side in
         memory."""
-        with refusing(self.path(position)), open(self.path(position), "rb") as file:
+        with refusing(self.path(position)), self.open(position) as file:
             return torch.from_numpy(np.array(read_rgb(file))).permute(2, 0, 1)
 
     def _square(self, position: int) -> Tensor:
@@ -221,7 +235,7 @@ class FileImages(Dataset[Any]):
     def contents(self) -> np.ndarray:
         """The digest of each file's content, uint8 [N, 32]. Raises UserError for files that cannot
         be read to their end as images."""
-        digests = content_digests(self.root, self.names)
+        digests = content_digests(self)
         return np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, 32)
 
     def fingerprint(self) -> bytes:
@@ -252,7 +266,7 @@ class FileImages(Dataset[Any]):
     def _unchanged(self, position: int) -> Tensor:
         """The square of a file that has not changed since its digest was taken."""
         path = self.path(position)
-        with refusing(path), open(path, "rb") as file:
+        with refusing(path), self.open(position) as file:
             digest = hashlib.file_digest(file, "sha256").digest()
         if digest != self.contents[position].tobytes():
             raise UserError(f"{path}: has changed since the data set was opened; start again")

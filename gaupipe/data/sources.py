@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import gzip
 import os
+import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from gaupipe.data.folder import find_classes, layout
+from gaupipe.data.folder import FolderFacts, find_classes, layout, place_of
 from gaupipe.data.images import ArrayImages, FileImages, Source
+from gaupipe.data.packed import find_archives, row_sources, tar_sources
 from gaupipe.settings import DataSettings
+from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package puts the files. The environment variable GAUPIPE_FASHION_MNIST names
 another folder."""
+
+SAMPLE = 200
+"""Images whose headers are read to see what the images are like."""
 
 
 def open_sources(
@@ -34,7 +40,12 @@ def open_sources(
     Raises UserError for a data set that is not there or that cannot be read.
     """
     if settings.name == "folder":
-        return _folder_sources(settings)
+        root = settings.root or Path("data")
+        if find_archives(root):
+            return _by_split(tar_sources(root, settings))
+        return _folder_sources(root, settings)
+    if settings.name.startswith(HFDS):
+        return _by_split(row_sources(settings, download))
     if settings.name == "digits":
         from sklearn.datasets import load_digits
 
@@ -55,6 +66,23 @@ def open_sources(
         if test is not None:
             test = test.resized(settings.image_size, settings.interpolation)
     return train, None, test
+
+
+def facts_of(settings: DataSettings, download: bool = False) -> FolderFacts:
+    """Looks at images in files. No pixels are read. Raises UserError for a place that cannot be
+    meant, and for a sampled file that is no image."""
+    train, val, test = open_sources(settings, download)
+    assert isinstance(train, FileImages)
+    sampled = dict.fromkeys(i * len(train) // SAMPLE for i in range(SAMPLE))
+    widths, heights = zip(*map(train.size_of, sampled), strict=True)
+    counts = np.bincount(train.labels, minlength=len(train.class_names)).tolist()
+    return FolderFacts(
+        counts=dict(zip(train.class_names, counts, strict=True)),
+        width=round(statistics.median(widths)),
+        height=round(statistics.median(heights)),
+        val=None if val is None else len(val),
+        test=None if test is None else len(test),
+    )
 
 
 def _idx_images(root: Path, prefix: str) -> ArrayImages:
@@ -91,11 +119,17 @@ def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
         raise UserError(f"{path}: not readable as an IDX file ({error}); fetch it again") from None
 
 
+def _by_split(
+    sources: Mapping[str, FileImages],
+) -> tuple[FileImages, FileImages | None, FileImages | None]:
+    return sources["train"], sources.get("val"), sources.get("test")
+
+
 def _folder_sources(
-    settings: DataSettings,
+    root: Path, settings: DataSettings
 ) -> tuple[FileImages, FileImages | None, FileImages | None]:
     """The images of a folder, as :func:`gaupipe.data.folder.layout` finds them."""
-    folders = layout(settings.root or Path("data"))
+    folders = layout(root)
     training = find_classes(folders.train)
 
     def held_out(folder: Path | None) -> FileImages | None:
@@ -113,6 +147,19 @@ def _folder_sources(
     return train, held_out(folders.val), held_out(folders.test)
 
 
+def images_with_labels(data: str, settings: DataSettings) -> FileImages:
+    """All images of a folder with a folder for each class; of archives and of hfds/NAME, as
+    ``data`` may name them too, those for training."""
+    settings = DataSettings.model_validate({**settings.model_dump(), **place_of(data)})
+    folder = settings.root or Path()
+    if settings.name == "folder" and not find_archives(folder):
+        classes = find_classes(folder)
+        return labelled_images(folder, classes, [*classes], settings)
+    train, _, _ = open_sources(settings)
+    assert isinstance(train, FileImages)  # as those of digits and the like have no such name
+    return train
+
+
 def labelled_images(
     folder: Path, classes: dict[str, list[str]], names: Sequence[str], settings: DataSettings
 ) -> FileImages:
@@ -125,10 +172,15 @@ def labelled_images(
 
 
 def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:
+    if settings.name.startswith(STREAMS):
+        raise UserError(
+            f"data.name: {settings.name} is a stream, and images are read in any order: keep the "
+            ".tar files in a folder and name it with --data FOLDER, or take hfds/NAME"
+        )
     if not settings.name.startswith("torch/"):
         raise UserError(
             f"data.name: unknown data set {settings.name!r}; known: digits, fashion_mnist, "
-            "folder (with data.root), torch/NAME as timm's create_dataset names it"
+            "folder (with data.root), hfds/NAME, torch/NAME as timm's create_dataset names it"
         )
     train = _timm_data_set(settings, download, "train")
     test = _timm_data_set(settings, download, "validation", "test")

@@ -25,6 +25,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 
+HFDS = "hfds/"
+"""Beginning of the name of a data set that Hugging Face's ``datasets`` reads."""
+STREAMS = ("wds/", "hfids/", "tfds/")
+"""Beginnings of timm's names for data sets that are read from first to last only."""
 LOCAL = "local-dir:"
 
 

@@ -117,14 +117,16 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, busy: str = "") -> Iterator[bool]:
+def alone_in(folder: Path, busy: str = "", shared: bool = False) -> Iterator[bool]:
     """Locks a file or folder itself, without a file for it; False where the file system knows no
-    locks. Waits until no other process holds it or, with the text ``busy``, raises UserError."""
+    locks. Waits until no other process holds it, unless both are ``shared``, or, with the text
+    ``busy``, raises UserError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         alone = False
         try:  # a killed process no longer holds it
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(descriptor, kind | (fcntl.LOCK_NB if busy else 0))
             alone = True
         except BlockingIOError:
             raise UserError(f"{folder}: {busy}") from None

@@ -42,6 +42,14 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
+def parse_part(text: str) -> tuple[int, int]:
+    """The numbers of 3/16."""
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal()):
+        raise typer.BadParameter(f"{text!r} should be a part and the number of parts: 3/16")
+    return int(number), int(parts)
+
+
 def complete_config() -> list[str]:
     """For the shell's completion: the shipped configurations. The shell adds files by itself."""
     from gaupipe.settings.load import shipped

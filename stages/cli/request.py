@@ -137,7 +137,8 @@ def read_settings(
     with begins(f"looks at the images in {data}"):
         from stages.runs.chosen_settings import settings_for
 
-    folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
+    name = os.path.basename(os.path.abspath(data)).removesuffix(".tar")
+    folder = run_dir or Path("runs") / (name or "images")
     choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)
     settings, lines = distributed.broadcast(distributed.on_main(choose))
     if distributed.is_main():

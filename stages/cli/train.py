@@ -30,6 +30,7 @@ from stages.cli.options import (
     TeacherEpochs,
     TeacherLearningRate,
     option,
+    parse_part,
 )
 from stages.cli.output import print_rich
 from stages.cli.request import (
@@ -146,16 +147,26 @@ def export_maps(
     overwrite: Annotated[bool, option("--overwrite", "Replace a store that is there.")] = False,
     repair: Annotated[bool, option("--repair", "Rewrite only what verify finds damaged.")] = False,
     shard_mb: Annotated[float, option("--shard-mb MB", "Shard, uncompressed.", min=0.001)] = 32,
+    part: Annotated[
+        tuple | None,
+        option("--part I/N", "Only the I-th of N parts, such as 3/16.", "all", parser=parse_part),
+    ] = None,
+    license: Annotated[
+        str | None,
+        option("--license NAME", "Of the images, such as cc-by-4.0, for the store's README.md."),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Write the attention maps and predictions of a run's teacher, or of any ViT, to a zarr store.
 
     An export that was interrupted goes on where it stopped when the same command is given again.
+    Parts may be written at once, on any machines, and the last one completes the store.
 
     Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
     options: dict[str, Any] = {"encoding": encoding, "k": k, "download": download}
     options |= {"overwrite": overwrite, "repair": repair, "shard_mb": shard_mb, "force": force}
+    options |= {"part": part, "license": license}
     if not names_model(model, files, image_size) or model is None:
         options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
         run_dir = find_run(run_dir)

@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.folder import find_classes
-from gaupipe.data.sources import labelled_images
+from gaupipe.data.folder import place_of
+from gaupipe.data.sources import images_with_labels
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.losses import feature_loss, patch_map
@@ -152,14 +152,16 @@ def run(
 def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
     """The images of a folder with a folder for each class, as the student sees images. Raises
     UserError for a class that the student does not know, and for a student of grey images."""
-    if not folder.is_dir():
+    place = place_of(str(folder))
+    if place["name"] == "folder" and not folder.exists():
         raise UserError(f"--data {folder}: no such folder; it should hold CLASS/*.png")
     model: Any = student.model
     config = model.pretrained_cfg
     size = model.patch_embed.img_size[0]
     names = class_names(model, model.num_classes)
-    classes = find_classes(folder)
-    unknown = sorted(classes.keys() - {*names})
+    settings = student.settings.data.model_copy(update={"image_size": size})
+    source = images_with_labels(str(folder), settings)
+    unknown = sorted({*source.class_names} - {*names})
     if unknown:
         known = ", ".join(names[:10])
         if len(names) > 10:
@@ -167,8 +169,9 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
         raise UserError(
             f"--data {folder}: the student has no class {unknown[0]!r}; its classes are {known}"
         )
-    settings = student.settings.data.model_copy(update={"image_size": size})
-    source = labelled_images(folder, classes, names, settings)
+    numbers = np.array([names.index(name) for name in source.class_names])
+    source.labels = numbers[source.labels]
+    source.class_names = tuple(names)
     images = Split(source, np.arange(len(source)))
     data = ImageData(
         name=str(folder),

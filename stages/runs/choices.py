@@ -104,17 +104,17 @@ class Choices:
 
 def choose(
     facts: FolderFacts,
-    root: str,
+    place: Mapping[str, str | None],
     gpu: bool,
     given: dict[str, Any],
     teacher: TeacherSizes | None = None,
 ) -> Choices:
-    """Settings for the folder of images ``root``. ``given`` is what the user set, as a nested dict:
-    it stays, and the other choices follow it. ``teacher`` is a trained one, of which a student may
-    be a slice."""
+    """Settings for the images in ``place``, of ``data.name`` and ``data.root``. ``given`` is what
+    the user set, as a nested dict: it stays, and the other choices follow it. ``teacher`` is a
+    trained one, of which a student may be a slice."""
     choices = Choices(given)
-    choices.choose("data.name", "folder")
-    choices.choose("data.root", root)
+    for name, value in place.items():
+        choices.choose(f"data.{name}", value)
     images = _choose_images(choices, facts)
     if not str(choices.given("model.name", "gauvit_")).startswith("gauvit_"):
         _choose_fine_tuning(choices, images, facts.counts)

@@ -4,12 +4,13 @@ run begins, and those of its ``config.yaml`` from then on."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gaupipe.data.folder import facts_of
+from gaupipe.data.folder import place_of
+from gaupipe.data.sources import facts_of
 from gaupipe.data.splits import load_data
-from gaupipe.settings import Settings
+from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from stages.runs.choices import choose, has_gpu, is_trained
@@ -34,11 +35,11 @@ def settings_for(
     folder of a run has gone, ``folder`` may be where it was moved to: the digests in the run's
     split.json tell.
     """
-    root = Path(os.path.abspath(folder))  # later commands find it from any working directory
+    place = place_of(str(folder))
     run = RunDirectory(run_dir)
     if run.config.is_file():
         line = f"{run_dir}: goes on with the settings with which it began"
-        return _of_run(run, folder, root, overrides), [line]
+        return _of_run(run, place, overrides), [line]
     attention = [] if student is None else [f"model.attention={student}"]
     valid = config.with_overrides({"phase_a": {"teacher": "vit"}}, [*overrides, *attention])
     phase = config.parse(valid, "--set").phase_a  # before anything is chosen by it
@@ -46,11 +47,14 @@ def settings_for(
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"--set data.{name}: --data {folder} says where the images are")
-    facts = facts_of(folder)
+    images = dict(place)
+    if images["name"] == "folder":
+        images["root"] = str(folder)  # as the user wrote it, for messages
+    facts = facts_of(DataSettings.model_validate(images), bool(given.get("download")))
     sizes = None
     if is_trained(phase.teacher):
         sizes = look_at(phase.teacher, phase.teacher_args)
-    choices = choose(facts, str(root), has_gpu(given), given, sizes)
+    choices = choose(facts, place, has_gpu(given), given, sizes)
     if is_trained(phase.teacher):
         choose_start(choices, sizes)
     settings = config.parse(choices.tree, "--set")
@@ -64,13 +68,18 @@ def settings_for(
     return settings, lines
 
 
-def _of_run(run: RunDirectory, folder: Path, root: Path, overrides: Sequence[str]) -> Settings:
-    """The settings of a run that has begun, with its images in ``folder``. Keywords of the user,
+def _of_run(
+    run: RunDirectory, place: Mapping[str, str | None], overrides: Sequence[str]
+) -> Settings:
+    """The settings of a run that has begun, with its images in ``place``. Keywords of the user,
     such as ``model.args``, join those that were chosen, as when the run began."""
     before = run.settings().data
+    root = place["root"] and Path(place["root"])
     gone = run.split.is_file() and not os.path.exists(before.root or "")
-    same = before.root is not None and before.root.resolve() == folder.resolve()
-    if before.name != "folder" or not (gone or same):
+    same = before.root == root
+    if before.root and root:
+        same = before.root.resolve() == root.resolve()
+    if before.name != place["name"] or not (gone or same):
         raise UserError(
             f"{run.path} holds a run on other images ({before.name}, data.root {before.root}); "
             "choose another --run-dir or remove it"

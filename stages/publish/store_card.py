@@ -1,0 +1,48 @@
+"""The data card of a store: store_card.md, filled in with what its schema says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import DatasetCard, DatasetCardData
+
+import store
+from gaupipe import __version__
+from stages.publish.model_card import TEACHERS, code
+
+
+def text(schema: store.Schema, license: str | None = None) -> str:
+    """The text of README.md. The ``license`` of the images, where it is not given, is left to those
+    who publish the store, in a marked place."""
+    images = schema.extra.get("data") or {}
+    teacher = schema.extra.get("teacher", "gaussian")
+    head = DatasetCardData(
+        license=license,
+        task_categories=["image-classification"],
+        tags=["attention-maps", "knowledge-distillation", "zarr", "gaupipe"],
+        pretty_name=f"Attention maps of {schema.dataset}",
+        size_categories=size_category(schema.num_images),
+    )
+    card = DatasetCard.from_template(
+        head,
+        template_path=str(Path(__file__).with_suffix(".md")),
+        schema=schema,
+        version=__version__,
+        license=license,
+        teacher=TEACHERS.get(teacher, code(teacher)),
+        predicts=schema.extra.get("predicts", True),
+        image_size=images.get("image_size"),
+        arrays=schema.arrays(),
+        stored_dtypes={name: schema.stored_dtype(name) for name in schema.arrays()},
+        code=code,
+    )
+    return card.content + "\n"
+
+
+def size_category(entries: int) -> str:
+    """The Hub's name for a number of entries: powers of ten in K and M."""
+    names = ["n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M"]
+    for power, name in enumerate(names):
+        if entries < 1000 * 10**power:
+            return name
+    return "n>100M"

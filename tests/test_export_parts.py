@@ -1,0 +1,158 @@
+"""``export-maps --part I/N``: processes that know nothing of each other write one store."""
+
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import store
+from processes import FORKS
+from stages import export
+from store.files import Files
+from test_export import SHARD_MB, contents, trained  # noqa: F401  (a fixture)
+from test_object_storage import s3, server  # noqa: F401
+
+
+@pytest.fixture
+def run(trained, tmp_path):  # noqa: F811
+    """A run whose phase A has finished, without a store."""
+    without_store = shutil.ignore_patterns("maps.zarr")
+    return shutil.copytree(trained, tmp_path / "run", ignore=without_store)
+
+
+def files(folder):
+    """All files but the empty ones that a killed write leaves."""
+    found = contents(folder)
+    return {name: data for name, data in found.items() if not name.endswith("__lock")}
+
+
+def write_part(run, number, parts, **options):
+    export.run(run, shard_mb=SHARD_MB, part=(number, parts), **options)
+
+
+def test_parts_in_any_order_give_the_bytes_of_one_process(trained, run, capfd):  # noqa: F811
+    whole = files(trained / "maps.zarr")
+    for number in (3, 1, 3):  # a part once more does nothing
+        write_part(run, number, 4)
+    with pytest.raises(store.UnfinishedStore):
+        store.open(run / "maps.zarr")
+    assert "are other parts'" in capfd.readouterr().err
+    for number in (4, 2):
+        write_part(run, number, 4)
+    assert files(run / "maps.zarr") == whole
+    assert store.verify(run / "maps.zarr") == []
+    write_part(run, 1, 4)  # of a complete store
+    assert files(run / "maps.zarr") == whole
+
+
+def test_a_part_without_shards_and_parts_at_once(trained, run):  # noqa: F811
+    """25 parts of 19 shards, all at once; the export without a part completes what is left."""
+    parts = [FORKS.Process(target=write_part, args=(run, number, 25)) for number in (1, 2, 20, 25)]
+    for process in parts:
+        process.start()
+    for process in parts:
+        process.join()
+    assert [process.exitcode for process in parts] == [0] * 4
+    assert len(store.join(run / "maps.zarr").pending()) == 17
+    export.run(run, shard_mb=SHARD_MB)
+    assert files(run / "maps.zarr") == files(trained / "maps.zarr")
+
+
+def test_the_export_without_a_part_verifies_what_others_wrote(trained, run, monkeypatch):  # noqa: F811
+    """All shards are there, and one is not what was written: it is written again."""
+    url = run / "maps.zarr"
+    monkeypatch.setattr(export, "finish", lambda *_: 1)  # as of parts that are killed before it
+    write_part(run, 1, 2)
+    write_part(run, 2, 2)
+    monkeypatch.undo()
+    assert store.join(url).pending() == [] and not store.join(url).complete
+    damaged = url / "labels" / "c" / "3"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1])
+    with pytest.raises(store.StoreError, match="the files of 1 shards are not what"):
+        export.run(run, shard_mb=SHARD_MB)
+    assert [shard.index for shard in store.join(url).pending()] == [3]
+    export.run(run, shard_mb=SHARD_MB)
+    assert files(url) == files(trained / "maps.zarr")
+
+
+def test_entries_of_a_shard_that_is_written_once_more_go(trained, run):  # noqa: F811
+    """By a process that began before others completed the store."""
+    export.run(run, shard_mb=SHARD_MB)
+    url = run / "maps.zarr"
+    Files(url).write("manifest/finished/3", b"{}")
+    write_part(run, 4, 19)
+    assert files(url) == files(trained / "maps.zarr")
+
+
+def test_a_process_that_creates_late_overwrites_nothing(tmp_path):
+    Files(tmp_path / "s").create("a", b"first")
+    Files(tmp_path / "s").create("a", b"second")
+    assert Files(tmp_path / "s").read("a") == b"first"
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (("--part", "17/16"), "--part 17/16: should be from 1/16 to 16/16"),
+        (("--part", "0/16"), "--part 0/16: should be from 1/16 to 16/16"),
+        (("--part", "3"), "'3' should be a part and the number of parts: 3/16"),
+        (("--part", "1/2", "--overwrite"), "--part with --overwrite: each part would do away"),
+        (("--part", "1/2", "--repair"), "--part with --repair"),
+        (("--license", "mine\nyours"), "--license mine yours: should be a name such as cc-by-4.0"),
+    ],
+)
+def test_bad_parts_give_one_line_and_write_nothing(run, in_process, options, message):
+    before = contents(run)
+    code, out, err = in_process("export-maps", "--run-dir", run, *options)
+    assert (code, out) == (2, "") and message in err and len(err.splitlines()) == 1, err
+    assert {**contents(run), "lock": b""} == {**before, "lock": b""}
+
+
+def test_an_export_keeps_out_parts_and_parts_keep_out_it(run):
+    from gaupipe.system.files import alone_in
+
+    (run / "maps.zarr").mkdir()
+    with alone_in(run / "maps.zarr", "busy"), pytest.raises(ValueError, match="another process"):
+        write_part(run, 1, 2)
+    with alone_in(run / "maps.zarr", "busy", shared=True):
+        write_part(run, 1, 2)
+        with pytest.raises(ValueError, match="another process"):
+            export.run(run, shard_mb=SHARD_MB)
+
+
+def test_parts_on_object_storage(trained, run, s3, tmp_path):  # noqa: F811
+    url = f"{s3}/parts.zarr"
+    Files(url).create("zarr.json", b"first")
+    Files(url).create("zarr.json", b"second")
+    assert Files(url).read("zarr.json") == b"first"
+    Files(url).delete_all(["zarr.json"])
+    for number in (2, 1):
+        write_part(run, number, 2, out=url)
+    assert store.verify(url) == []
+    whole = files(trained / "maps.zarr")
+    assert Files(url).read_all(whole) == whole
+    assert set(Files(url).list()) == set(whole)
+
+
+@pytest.mark.long
+def test_parts_that_are_killed_lose_nothing(trained, run):  # noqa: F811
+    call = [sys.executable, "-m", "gaupipe", "export-maps", "--run-dir", str(run)]
+    draw = random.Random()
+    for kill in range(12):
+        part = [*call, "--shard-mb", str(SHARD_MB), "--part", f"{kill % 3 + 1}/3"]
+        process = subprocess.Popen(part, stderr=subprocess.PIPE, text=True)
+        for line in process.stderr:
+            if re.match("export: .* part ", line):
+                break
+        time.sleep(draw.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    for number in (1, 2, 3):
+        write_part(run, number, 3)
+    assert files(run / "maps.zarr") == files(trained / "maps.zarr")

@@ -1,0 +1,278 @@
+"""Images in tar archives and in tables of Hugging Face's ``datasets``: as those of a folder."""
+
+import io
+import json
+import shutil
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+
+from arguments import sets
+from gaupipe.data.splits import load_data
+from gaupipe.settings import DataSettings
+from gaupipe.system.errors import UserError
+from test_own_images import photos
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def hub_cache(monkeypatch, tmp_path_factory):
+    """A cache of ``datasets`` of its own, and no network."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hub"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def tar(path, folder, names=None, arcname=""):
+    """An archive of the files below a folder, in any order."""
+    files = sorted(folder.rglob("*.*"), reverse=True) if names is None else names
+    with tarfile.open(path, "w") as archive:
+        for file in files:
+            archive.add(file, arcname + str(file.relative_to(folder)))
+    return path
+
+
+def webdataset(path, samples):
+    """An archive of (key, image file, class) as WebDataset writes it."""
+    with tarfile.open(path, "w") as archive:
+        for key, image, label in samples:
+            archive.add(image, f"{key}.png")
+            if label is not None:
+                text = label.encode()
+                entry = tarfile.TarInfo(f"{key}.cls")
+                entry.size = len(text)
+                archive.addfile(entry, io.BytesIO(text))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    photos(tmp_path / "photos" / "train")
+    photos(tmp_path / "photos" / "val", count=3)
+    return tmp_path / "photos"
+
+
+def load(root, name="folder", **more):
+    return load_data(DataSettings(name=name, root=root, image_size=8, **more))
+
+
+def pixels(split):
+    return split.source.__getitems__(split.positions.tolist())[0]
+
+
+def same(data, of_folder):
+    """The same images, ids, labels and digests."""
+    for name, split in of_folder.splits.items():
+        assert torch.equal(pixels(data.splits[name]), pixels(split))
+        assert np.array_equal(data.splits[name].labels, split.labels)
+    assert data.class_names == of_folder.class_names
+    assert (data.sha256, data.val_sha256) == (of_folder.sha256, of_folder.val_sha256)
+    return True
+
+
+@pytest.mark.parametrize("start", ["", "./", "photos/"])
+def test_a_tar_is_as_the_folder_that_it_packs(folder, tmp_path, start):
+    assert same(load(tar(tmp_path / "x.tar", folder, arcname=start)), load(folder))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_folder_of_tars_is_as_a_folder(folder, tmp_path, named):
+    """Shards named by their split, or in folders of the splits."""
+    for split in ("train", "val"):
+        files = sorted((folder / split).rglob("*.png"))
+        for number in range(2):
+            place = tmp_path / "tars" / ("" if named else split)
+            place.mkdir(parents=True, exist_ok=True)
+            name = f"mine-{split}-000{number}.tar" if named else f"{number}.tar"
+            tar(place / name, folder / split, files[number::2])
+    (tmp_path / "tars" / "README.md").touch()
+    assert same(load(tmp_path / "tars"), load(folder))
+
+
+def test_a_tar_for_each_class(folder, tmp_path):
+    """As ImageNet's: the images lie in no folder."""
+    (tmp_path / "tars").mkdir()
+    for name in ("cat", "dog"):
+        tar(tmp_path / "tars" / f"{name}.tar", folder / "train" / name)
+    assert same(load(tmp_path / "tars"), load(folder / "train"))
+
+
+def test_labels_of_webdataset(folder, tmp_path):
+    files = sorted((folder / "train").rglob("*.png"))
+    classes = ["10" if file.parent.name == "cat" else "9" for file in files]
+    keys = [f"{number:05}" for number in range(24)]
+    samples = list(zip(keys, files, classes, strict=True))
+    (tmp_path / "tars").mkdir()
+    for number in range(2):
+        webdataset(tmp_path / "tars" / f"{number}.tar", samples[number::2])
+    data = load(tmp_path / "tars")
+    assert data.class_names == ["9", "10"]  # as numbers
+    assert sorted(data.train.labels.tolist() + data.val.labels.tolist()) == [0] * 12 + [1] * 12
+    cats = data.train.source.labels == 1
+    expected = {file.read_bytes() for file in files if file.parent.name == "cat"}
+    assert {data.train.source.open(i).read() for i in np.flatnonzero(cats)} == expected
+
+
+def rows(folder, path=True):
+    """A table of the images of a folder, their bytes in it."""
+    files = sorted(folder.rglob("*.png"))
+    images = [{"bytes": file.read_bytes(), "path": file.name if path else None} for file in files]
+    labels = [["cat", "dog"].index(file.parent.name) for file in files]
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    return datasets.Dataset.from_dict(
+        {"image": images, "label": labels}, features=datasets.Features(kinds)
+    )
+
+
+def arrow(folder, path):
+    """A ``save_to_disk`` folder of train and val."""
+    tables = {"train": rows(folder / "train"), "validation": rows(folder / "val")}
+    datasets.DatasetDict(tables).save_to_disk(str(path))
+    return path
+
+
+def test_a_saved_table_is_as_the_folder(folder, tmp_path):
+    arrow(folder, tmp_path / "saved")
+    assert same(load(tmp_path, "hfds/saved"), load(folder))
+
+
+def test_an_imagefolder_and_parquet_are_as_the_folder(folder, tmp_path):
+    """``datasets`` makes tables of paths of the one, and of bytes of the other."""
+    shutil.copytree(folder, tmp_path / "images")
+    assert same(load(tmp_path, "hfds/images"), load(folder))
+    (tmp_path / "parquet").mkdir()
+    rows(folder / "train").to_parquet(tmp_path / "parquet" / "train.parquet")
+    rows(folder / "val").to_parquet(tmp_path / "parquet" / "validation.parquet")
+    assert same(load(tmp_path, "hfds/parquet"), load(folder))
+
+
+def test_webdataset_archives_through_datasets(folder, tmp_path):
+    (tmp_path / "wds").mkdir()
+    files = sorted((folder / "train").rglob("*.png"))
+    samples = [(f"{i:05}", f, str(int(f.parent.name == "dog"))) for i, f in enumerate(files)]
+    webdataset(tmp_path / "wds" / "train-0.tar", samples)
+    data, of_folder = load(tmp_path, "hfds/wds"), load(folder / "train")
+    assert torch.equal(pixels(data.train), pixels(of_folder.train))
+    assert np.array_equal(data.train.labels, of_folder.train.labels)
+
+
+def test_images_without_names_and_a_part_without_labels(folder, tmp_path, capsys):
+    table = rows(folder / "train", path=False)
+    hidden = rows(folder / "val").remove_columns("label")
+    both = datasets.DatasetDict({"train": table.shuffle(seed=0), "test": hidden})
+    both.save_to_disk(str(tmp_path / "hfds"))
+    data = load(tmp_path, "hfds/hfds")
+    assert data.test is None and "left out test" in capsys.readouterr().err
+    assert len({*data.train.source.names}) == 24
+
+
+def test_identical_students(folder, tmp_path, in_process):
+    """From a folder, a tar and a table, by the documented commands, with workers that decode."""
+    tar(tmp_path / "x.tar", folder)
+    arrow(folder, tmp_path / "saved")
+    students = set()
+    tiny = "model.args={embed_dim: 16, depth: 1, num_heads: 2}", "train.epochs=2", "threads=1"
+    for data in ("photos", "x.tar", "hfds/saved"):
+        run = f"of-{data.replace('/', '-')}"
+        call = ("train", "--data", data, "--run-dir", run, *sets(*tiny, "data.workers=1"))
+        code, out, err = in_process(*call, cwd=tmp_path)
+        assert code == 0, err
+        students.add((tmp_path / out.strip() / "model.safetensors").read_bytes())
+        code, out, err = in_process("plan", "--data", data, "--json", cwd=tmp_path)
+        assert code == 0 and json.loads(out)["images"] == 24, err
+        images = data.replace("photos", "photos/train")
+        call = ("evaluate", "--run-dir", run, "--data", images, "--json")
+        code, out, err = in_process(*call, cwd=tmp_path)
+        assert code == 0 and json.loads(out)["images"] == 24, err
+    assert len(students) == 1
+
+
+def cut(folder, tmp_path, end):
+    path = tar(tmp_path / "x.tar", folder)
+    path.write_bytes(path.read_bytes()[:end])
+    return path
+
+
+def twice(folder, tmp_path):
+    files = sorted(folder.rglob("*.png"))
+    return tar(tmp_path / "x.tar", folder, [*files, files[0]])
+
+
+def gzipped(folder, tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w:gz") as archive:
+        archive.add(folder, "")
+    return tmp_path / "x.tar"
+
+
+def without_labels(folder, tmp_path):
+    (tmp_path / "mine").mkdir()
+    rows(folder / "train").remove_columns("label").to_parquet(tmp_path / "mine" / "train.parquet")
+    return "hfds/mine"
+
+
+def flat(folder, tmp_path):
+    (tmp_path / "mine").mkdir()
+    tar(tmp_path / "mine" / "train-0.tar", folder / "train" / "cat")
+    return tmp_path / "mine"
+
+
+def half_labelled(folder, tmp_path):
+    files = sorted((folder / "train").rglob("*.png"))
+    (tmp_path / "mine").mkdir()
+    samples = [("a", files[0], "0"), ("b", files[1], None)]
+    webdataset(tmp_path / "mine" / "0.tar", samples)
+    return tmp_path / "mine"
+
+
+BAD = {
+    "x.tar: is no whole, uncompressed .tar (": lambda folder, tmp: cut(folder, tmp, 3000),
+    "x.tar: is no whole, uncompressed .tar (invalid": gzipped,
+    "images have the name cat/0.png; leave one": twice,
+    "hfds/mine: no labels in the columns image": without_labels,
+    "9.png has no class": flat,
+    "b.png has no class": half_labelled,
+    "hfds/none cannot be read": lambda folder, tmp: "hfds/none",
+    "wds/imagenet is a stream": lambda folder, tmp: "wds/imagenet",
+    "hfids/imagenet is a stream": lambda folder, tmp: "hfids/imagenet",
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_archives_and_tables_give_one_line(folder, tmp_path, in_process, message):
+    data = BAD[message](folder, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = in_process("train", "--data", data, cwd=tmp_path)
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1, err
+    assert message in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("end", [512 * 20, 512 * 21 + 100, -512 * 20])
+def test_a_tar_that_ends_anywhere_is_refused(folder, tmp_path, end):
+    """Also between two members, which Python's tarfile takes for the end."""
+    with pytest.raises(UserError, match="x.tar: is no whole"):
+        load(cut(folder, tmp_path, end))
+
+
+def test_a_shard_that_vanished(folder, tmp_path):
+    (tmp_path / "tars").mkdir()
+    for name in ("cat", "dog"):
+        tar(tmp_path / "tars" / f"{name}.tar", folder / "train" / name)
+    data = load(tmp_path / "tars", cache="none")
+    (tmp_path / "tars" / "dog.tar").unlink()
+    with pytest.raises(UserError, match=r"tars/dog.tar/dog/0.png: not readable .*No such file"):
+        data.train.source.__getitems__([0, 12])
+
+
+def test_an_edited_archive_is_another_data_set(folder, tmp_path):
+    first = load(tar(tmp_path / "x.tar", folder)).sha256
+    shutil.copy(folder / "train" / "cat" / "1.png", folder / "train" / "cat" / "0.png")
+    assert load(tar(tmp_path / "x.tar", folder)).sha256 != first
+
+
+def test_without_datasets_one_line_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'gaupipe\[hfds\]'"):
+        load(tmp_path, "hfds/x")
