@@ -143,14 +143,14 @@ def same(shown: dict, expected: dict) -> None:
 
 def stored_map(url: str | Path, image: int, layer: int) -> torch.Tensor:
     """[H, T, T], as inspect shows it."""
-    return StoredMaps(store.open(url)).see(image)[0].map(layer)
+    return StoredMaps(store.open(url)).see(image).map(layer)
 
 
 ALL_ROWS = """async () => {
   const { unpack } = await import("/wire.js");
-  const { Maps } = await import("/rows.js");
+  const { Maps } = await import("/maps.js");
   const { header, arrays } = unpack(await (await fetch("/api/image/0")).arrayBuffer());
-  const maps = new Maps(header, arrays);
+  const maps = new Maps(header, arrays.maps);
   const rows = [];
   for (let layer = 0; layer < maps.layers; layer++) {
     for (let head = 0; head < maps.heads; head++) rows.push(Array.from(maps.map(layer, head)));
@@ -183,11 +183,11 @@ def test_rows_are_those_of_inspect(browser, tmp_path, name):
         shown = Page(browser, address)
         shown.open("image=0&layer=1&head=2&query=7")
         rows = np.array(shown.page.evaluate(ALL_ROWS)).reshape(2, 3, 20, 20)
-        np.testing.assert_allclose(rows, exact_rows(url), rtol=0, atol=1e-7)
-        for layer in range(2):  # inspect computes in float32, wide Gaussians to 1e-4
-            expected = stored_map(url, 0, layer).numpy()
+        exact = exact_rows(url)
+        for layer in range(2):  # wide Gaussians are computed in float32 to 1e-4
+            np.testing.assert_array_equal(rows[layer], stored_map(url, 0, layer).numpy())
             narrow = (slice(None), slice(6, None)) if layer == 0 else slice(None)
-            np.testing.assert_allclose(rows[layer][narrow], expected[narrow], atol=2e-6)
+            np.testing.assert_allclose(rows[layer][narrow], exact[layer][narrow], atol=2e-6)
         np.testing.assert_allclose(rows.sum(-1), 1, atol=2e-3)  # what float16 leaves
         chosen = {"layer": 1, "head": "2", "query": "7"}
         same(json.loads(shown.saved("#json")), inspect.attention(0, url=url, **chosen))
@@ -270,7 +270,7 @@ def test_hover_and_click(page, run):
     assert page.page.evaluate("document.querySelector('.cell canvas').toDataURL()") != before
     assert "query" not in page.state()  # hovering is not a choice
     page.page.hover("h1")
-    assert "mean over all" in page.text("#facts")
+    assert "10 (row 2, col 2)" in page.text("#facts")  # what it opened with
     page.over(6, GRID, "click")
     page.page.hover("h1")
     assert page.state()["query"] == "6"
@@ -289,19 +289,20 @@ def test_keyboard(page):
     page.open("image=5&query=5")
     page.press("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft")
     assert page.state()["query"] == "13"
-    page.press("]", ".")
-    assert (page.state()["layer"], page.state()["head"]) == ("1", "0")
+    page.press("[", ".")
+    assert (page.state()["layer"], page.state()["head"]) == ("0", "0")
     page.press("m", ",")
     assert page.state()["head"] == "rollout"
-    page.press("m", ".", ".", "t", "e", "+")
+    page.press("m", ".", ".", "t", "e", "+", "b", "z")
     state = page.state()
-    assert state["head"] == "1" and state["direction"] == "to"
-    assert state["ellipse"] == "0" and state["opacity"] == "0.65"
+    assert state["head"] == "1" and state["direction"] == "to" and state["smooth"] == "1"
+    assert state["ellipse"] == "0" and state["opacity"] == "0.55" and state["floor"] == "least"
     page.press("Escape")
-    assert "query" not in page.state() and "direction" not in page.state()
+    assert page.state()["query"] == "mean" and "direction" not in page.state()
     page.press("?")
     assert page.page.locator("#help").is_visible()
     page.press("Escape")
+    page.press("]")
     page.page.locator(".cell[aria-pressed=true]").focus()
     page.press("ArrowUp", "ArrowLeft")
     assert page.page.evaluate("document.activeElement.ariaLabel").startswith("Block 0, head 0")
@@ -344,7 +345,7 @@ def test_a_link_shows_the_same(page, browser):
     assert not other.complaints
     other.page.close()
     page.open("image=x&layer=99&head=-1&query=1e3&nonsense=1&student=nobody")  # what makes no sense
-    assert page.text("#title").startswith("Image 0:") and page.state()["layer"] == "1"
+    assert page.text("#title").startswith("Image 0:") and "layer" not in page.state()
 
 
 def test_a_student_beside_the_teacher(page, run):
@@ -377,7 +378,10 @@ def test_numbers_of_heads_and_rollout(page, run):
         label = page.page.get_attribute(f".cell[data-layer='1'][data-head='{head}']", "aria-label")
         assert f"entropy {entropy[head]:.2f} nats" in label
         assert f"distance {distance[head]:.2f} tokens" in label
-    assert page.page.locator("#charts svg").count() == 2
+    share = [float(maps[1][head].mean(0).max()) for head in (0, 1)]
+    assert f"largest key {share[1]:.2f}" in label
+    charts = "[...document.querySelectorAll('#charts figure')].map(figure => figure.id)"
+    assert page.page.evaluate(charts) == ["chart-entropy", "chart-distance", "chart-share"]
 
 
 def test_png_and_pixels(page, run):
