@@ -128,6 +128,9 @@ def job_of(
     ``named`` where their names are known. Raises UserError for a model whose attention cannot be
     seen."""
     transform = resolve_model_data_config(model)
+    own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if own_size:  # which may not be the size that its configuration is for
+        transform["input_size"] = (transform["input_size"][0], *own_size)
     if image_size not in (None, transform["input_size"][-1]):
         set_size(model, image_size, source)
         transform["input_size"] = (transform["input_size"][0], image_size, image_size)

@@ -96,7 +96,7 @@ class Viewer:
         self.token = secrets.token_hex(6)
         self.extend = extend
         self.command = ""
-        self._dropped = tempfile.TemporaryDirectory(prefix="gaupipe-view-")
+        self._dropped: tempfile.TemporaryDirectory[str] | None = None
         self._taken: tuple[Any, tuple[Image.Image, Crop]] | None = None
         self.data_error = ""
         self._opened: dict[str, LiveMaps] = {}
@@ -338,6 +338,8 @@ class Viewer:
 
     def drop(self, name: str, content: bytes) -> int:
         """Adds an image file, which lives as long as the server does, and returns its number."""
+        if self._dropped is None:
+            self._dropped = tempfile.TemporaryDirectory(prefix="gaupipe-view-")
         folder = Path(self._dropped.name) / secrets.token_hex(4)
         folder.mkdir()
         path = folder / (Path(name).name or "image")

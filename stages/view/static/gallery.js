@@ -23,7 +23,7 @@ export class Gallery {
       if (/^\d+$/.test(asked)) app.choose(Number(asked));
       else if (asked) app.add(asked);
     });
-    for (const hidden of [".choices", ".pager", "#go"]) {
+    for (const hidden of [".choices", "#go"]) {
       document.querySelector(`#gallery ${hidden}`).hidden = source.offline;
     }
     document.body.classList.toggle("offline", source.offline);
@@ -123,6 +123,7 @@ export class Gallery {
     $("page-text").textContent = this.total
       ? `${count(first + 1)}–${count(first + this.items.length)} of ${count(this.total)}`
       : "";
+    document.querySelector("#gallery .pager").hidden = this.total <= this.size;
     $("page-back").disabled = this.page === 0;
     $("page-on").disabled = first + this.size >= this.total;
   }

@@ -194,7 +194,8 @@ function fail(error) {
   app.own = app.compared = null;
   $("title").textContent = `Image ${app.state.image}`;
   $("verdict").textContent = "\u00a0";
-  gallery.mark(app.state.image);
+  if (gallery.items.length) gallery.mark(app.state.image);
+  else gallery.load();
   writeAddress(true);
 }
 
