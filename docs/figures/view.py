@@ -2,10 +2,10 @@
 
     python docs/figures/view.py MODEL FOLDER
 
-MODEL is a ViT with weights, as `gaupipe view --model` takes it; the pictures in the repository are of
-deit_tiny_patch16_224.fb_in1k. The photos are the two that scikit-learn ships. The other pictures are
-of a run on the digits. FOLDER gets the photos and the run, or has them. Needs the extra `test` and a
-chromium.
+MODEL is a ViT with weights, as `gaupipe view --model` takes it; the pictures in the repository are
+of deit_tiny_patch16_224.fb_in1k. The photos are the two that scikit-learn ships. The other pictures
+are of a run on the digits. FOLDER gets the photos and the run, or has them. Needs the extra `test`
+and a chromium.
 """
 
 from __future__ import annotations
