@@ -22,7 +22,8 @@ export class Grid {
     this.element.style.setProperty("--layers", layers);
     this.element.style.setProperty("--aspect", maps.grid[1] / maps.grid[0]);
     this.element.classList.toggle("many", columns.length > 10);
-    const label = (text) => make("span", { className: "label" }, text);
+    const kind = (text) => (typeof text === "string" ? "label word" : "label");
+    const label = (text) => make("span", { className: kind(text) }, text);
     const parts = [label(""), ...columns.map(label)];
     for (let layer = 0; layer < layers; layer++) {
       parts.push(label(layer), ...columns.map((head) => this.cell(layer, head)));
