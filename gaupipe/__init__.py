@@ -9,7 +9,7 @@ from typing import Any
 from gaupipe.system.imports import refuse_namesakes, runs_as_module
 
 __version__ = "0.2.0.dev0"  # the only place; pyproject.toml reads it
-__all__ = ["__version__", "capture", "open_run", "register"]
+__all__ = ["__version__", "capture", "open_run", "register", "show"]
 
 if not runs_as_module():  # else __main__ first takes the current folder off the path of modules
     refuse_namesakes()
@@ -19,8 +19,8 @@ if not runs_as_module():  # else __main__ first takes the current folder off the
 
 
 def __getattr__(name: str) -> Any:
-    """``gaupipe.capture``, ``gaupipe.open_run`` and ``gaupipe.register``, imported when they are
-    asked for: they need torch."""
+    """``gaupipe.capture``, ``gaupipe.open_run``, ``gaupipe.register`` and ``gaupipe.show``,
+    imported when they are asked for: they need torch."""
     if name == "capture":
         from gaupipe.vit.capture import capture
 
@@ -29,6 +29,10 @@ def __getattr__(name: str) -> Any:
         from stages.open_run import Run
 
         return Run
+    if name == "show":
+        from stages.view.notebook import show
+
+        return show
     if name == "register":
         from gaupipe.vit.models import register
 

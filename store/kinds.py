@@ -54,8 +54,6 @@ class Kind:
     default_k         ``Schema.k`` where none is asked for; None for a kind without k
     default_encoding  the encoding where none is asked for
     has_prefix        whether maps may have class and register tokens beside the grid
-    javascript        the function of ``ROWS`` in ``stages/view/static/rows.js`` that makes maps of
-                      the arrays; None where the server sends the page Gaussians or whole maps
     """
 
     name: str
@@ -63,7 +61,6 @@ class Kind:
     default_k: int | None = None
     default_encoding = "float16"
     has_prefix = False
-    javascript: str | None = None
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
         """The arrays of the images, by name."""
@@ -80,7 +77,6 @@ class Gaussian(Kind):
     """One Gaussian a query: (mean_x, mean_y, std_x, std_y)."""
 
     name = "gaussian"
-    javascript = "gaussians"
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
         return {"gaussians": query_array(sizes, Gaussians(), parameter=4)}
@@ -111,7 +107,6 @@ class Dense(Kind):
 
     name = "dense"
     has_prefix = True
-    javascript = "maps"
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
         return {"maps": query_array(sizes, Weights(checked=False), key=sizes.tokens)}
@@ -124,7 +119,6 @@ class TopK(Kind):
     has_prefix = True
     default_k = 8
     default_encoding = "uint8"
-    javascript = "keys"
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
         k = sizes.k or 0

@@ -6,11 +6,15 @@ goes to an address of its own.
 
 import json
 import shutil
+import socket
+import time
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import store
 from arguments import tiny
@@ -74,14 +78,14 @@ def same(shown: dict, expected: dict) -> None:
 
 def stored_map(url: str | Path, image: int, layer: int) -> torch.Tensor:
     """[H, T, T], as inspect shows it."""
-    return StoredMaps(store.open(url)).see(image)[0].map(layer)
+    return StoredMaps(store.open(url)).see(image).map(layer)
 
 
 ALL_ROWS = """async () => {
   const { unpack } = await import("/wire.js");
-  const { Maps } = await import("/rows.js");
+  const { Maps } = await import("/maps.js");
   const { header, arrays } = unpack(await (await fetch("/api/image/0")).arrayBuffer());
-  const maps = new Maps(header, arrays);
+  const maps = new Maps(header, arrays.maps);
   const rows = [];
   for (let layer = 0; layer < maps.layers; layer++) {
     for (let head = 0; head < maps.heads; head++) rows.push(Array.from(maps.map(layer, head)));
@@ -114,11 +118,11 @@ def test_rows_are_those_of_inspect(browser, tmp_path, name):
         shown = Page(browser, address)
         shown.open("image=0&layer=1&head=2&query=7")
         rows = np.array(shown.page.evaluate(ALL_ROWS)).reshape(2, 3, 20, 20)
-        np.testing.assert_allclose(rows, exact_rows(url), rtol=0, atol=1e-7)
-        for layer in range(2):  # inspect computes in float32, wide Gaussians to 1e-4
-            expected = stored_map(url, 0, layer).numpy()
+        exact = exact_rows(url)
+        for layer in range(2):  # wide Gaussians are computed in float32 to 1e-4
+            np.testing.assert_array_equal(rows[layer], stored_map(url, 0, layer).numpy())
             narrow = (slice(None), slice(6, None)) if layer == 0 else slice(None)
-            np.testing.assert_allclose(rows[layer][narrow], expected[narrow], atol=2e-6)
+            np.testing.assert_allclose(rows[layer][narrow], exact[layer][narrow], atol=2e-6)
         np.testing.assert_allclose(rows.sum(-1), 1, atol=2e-3)  # what float16 leaves
         chosen = {"layer": 1, "head": "2", "query": "7"}
         same(json.loads(shown.saved("#json")), inspect.attention(0, url=url, **chosen))
@@ -201,7 +205,7 @@ def test_hover_and_click(page, run):
     assert page.page.evaluate("document.querySelector('.cell canvas').toDataURL()") != before
     assert "query" not in page.state()  # hovering is not a choice
     page.page.hover("h1")
-    assert "mean over all" in page.text("#facts")
+    assert "10 (row 2, col 2)" in page.text("#facts")  # what it opened with
     page.over(6, GRID, "click")
     page.page.hover("h1")
     assert page.state()["query"] == "6"
@@ -220,19 +224,20 @@ def test_keyboard(page):
     page.open("image=5&query=5")
     page.press("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft")
     assert page.state()["query"] == "13"
-    page.press("]", ".")
-    assert (page.state()["layer"], page.state()["head"]) == ("1", "0")
+    page.press("[", ".")
+    assert (page.state()["layer"], page.state()["head"]) == ("0", "0")
     page.press("m", ",")
     assert page.state()["head"] == "rollout"
-    page.press("m", ".", ".", "t", "e", "+")
+    page.press("m", ".", ".", "t", "e", "+", "b", "z")
     state = page.state()
-    assert state["head"] == "1" and state["direction"] == "to"
-    assert state["ellipse"] == "0" and state["opacity"] == "0.65"
+    assert state["head"] == "1" and state["direction"] == "to" and state["smooth"] == "1"
+    assert state["ellipse"] == "0" and state["opacity"] == "0.55" and state["floor"] == "least"
     page.press("Escape")
-    assert "query" not in page.state() and "direction" not in page.state()
+    assert page.state()["query"] == "mean" and "direction" not in page.state()
     page.press("?")
     assert page.page.locator("#help").is_visible()
     page.press("Escape")
+    page.press("]")
     page.page.locator(".cell[aria-pressed=true]").focus()
     page.press("ArrowUp", "ArrowLeft")
     assert page.page.evaluate("document.activeElement.ariaLabel").startswith("Block 0, head 0")
@@ -275,7 +280,7 @@ def test_a_link_shows_the_same(page, browser):
     assert not other.complaints
     other.page.close()
     page.open("image=x&layer=99&head=-1&query=1e3&nonsense=1&student=nobody")  # what makes no sense
-    assert page.text("#title").startswith("Image 0:") and page.state()["layer"] == "1"
+    assert page.text("#title").startswith("Image 0:") and "layer" not in page.state()
 
 
 def test_a_student_beside_the_teacher(page, run):
@@ -308,7 +313,10 @@ def test_numbers_of_heads_and_rollout(page, run):
         label = page.page.get_attribute(f".cell[data-layer='1'][data-head='{head}']", "aria-label")
         assert f"entropy {entropy[head]:.2f} nats" in label
         assert f"distance {distance[head]:.2f} tokens" in label
-    assert page.page.locator("#charts svg").count() == 2
+    share = [float(maps[1][head].mean(0).max()) for head in (0, 1)]
+    assert f"largest key {share[1]:.2f}" in label
+    charts = "[...document.querySelectorAll('#charts figure')].map(figure => figure.id)"
+    assert page.page.evaluate(charts) == ["chart-entropy", "chart-distance", "chart-share"]
 
 
 def test_png_and_pixels(page, run):
@@ -417,4 +425,174 @@ def test_a_damaged_shard_is_named(browser, tmp_path):
         page.until("document.getElementById('error').hidden")
         assert page.page.locator("#panes").is_visible()
         assert all("500" in complaint for complaint in page.complaints)
+        page.page.close()
+
+
+def test_each_control_does_what_it_says(page):
+    """By clicks: what the address says after each, and that another picture is drawn."""
+    page.open("image=3&layer=1&head=1&query=6&student=standard")
+    page.page.wait_for_selector(".cell[data-head=gradient] canvas:not([hidden])")
+
+    def drawn() -> str:
+        return page.page.evaluate(
+            "[...document.querySelectorAll('#panes canvas, .cell canvas')]"
+            ".map(canvas => canvas.toDataURL()).join()"
+        )
+
+    clicks = (
+        ("#tokens [data-query=mean]", "query", "mean"),
+        (".cell[data-layer='0'][data-head='rollout']", "head", "rollout"),
+        (".cell[data-layer='1'][data-head='gradient']", "head", "gradient"),
+        ("#chart-share .dot", "head", "0"),
+        ("[data-direction=to]", "direction", "to"),
+        ("#floor", "floor", "least"),
+        ("#smooth", "smooth", "1"),
+        ("#scale", "scale", "one"),
+        ("[data-show=teacher]", "show", "teacher"),
+    )
+    for control, name, value in clicks:
+        before = drawn()
+        page.page.click(control)
+        assert page.state()[name] == value, control
+        page.until(
+            f"{json.dumps(before)} !== [...document.querySelectorAll("
+            "'#panes canvas, .cell canvas')].map(canvas => canvas.toDataURL()).join()"
+        )
+    page.open("image=3&layer=1&head=gradient&student=standard")
+    page.page.select_option("#explain", "4")
+    page.until("document.querySelector('#facts').innerText.includes('relevance for class 4')")
+    for image, button in ((4, "#image-on"), (3, "#image-back")):
+        page.page.click(button)
+        page.page.wait_for_selector(f"h2:has-text('Image {image}:')")
+    page.page.click("#theme")
+    page.page.click("#help-button")
+    assert "Click a patch" in page.text("#help") and page.state()["theme"] in ("light", "dark")
+    page.page.click("#help button")
+    page.page.select_option("#student", "")
+    page.page.wait_for_selector("#ellipse-choice")
+    page.page.click("#ellipse")
+    assert page.state()["ellipse"] == "0"
+    hints = page.page.evaluate(
+        "[...document.querySelectorAll('.control, #charts figure, #go, .choices, .buttons.end')]"
+        ".map(part => part.querySelector('small')?.textContent.trim().length ?? 0)"
+    )
+    assert len(hints) > 9 and min(hints) > 10  # a sentence at every control and figure
+
+
+def test_an_order_opens_its_first_image(page, run):
+    page.open("image=3")
+    maps = store.open(run / "maps.zarr").gather(np.arange(60))
+    logits, labels = maps["logits"].astype(float), maps["labels"]
+    wrong = first(logits, np.flatnonzero(logits.argmax(-1) != labels))
+    page.page.select_option("#order", "wrong")
+    page.page.wait_for_selector(f"h2:has-text('Image {wrong}:')")
+
+
+def test_the_whole_walk_by_keyboard(page):
+    """Tab reaches everything that a mouse can click, in its order, and shows where it is."""
+    page.open("image=3&layer=1&head=1&query=6&student=standard")
+    page.press("Tab", "Enter")
+    assert page.page.evaluate("document.activeElement.id") == "stage"
+    page.page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    wanted = page.page.evaluate(
+        """[...document.querySelectorAll("main *, header *")].filter((part) => part.matches(
+             "button, select, input, canvas[tabindex]") && part.tabIndex >= 0 && !part.disabled &&
+             part.checkVisibility()).map((part) => part.outerHTML)"""
+    )
+    page.page.focus("#student")
+    page.press("Shift+Tab")
+    reached = []
+    for _ in wanted:
+        page.press("Tab")
+        reached.append(page.page.evaluate("document.activeElement.outerHTML"))
+        seen = page.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert seen == "solid", reached[-1]
+    assert reached == wanted and len(wanted) > 70
+    page.page.focus(".thumb[data-id='7']")
+    page.press("Enter")
+    page.page.wait_for_selector("h2:has-text('Image 7:')")
+    page.page.focus("#opacity")
+    page.press("ArrowRight")
+    page.page.focus("#floor")
+    page.press("Space")
+    page.page.focus("[data-direction=to]")
+    page.press("Enter")
+    state = page.state()
+    assert (state["opacity"], state["floor"], state["direction"]) == ("0.55", "least", "to")
+    page.page.focus("#order")
+    page.press("ArrowDown", "Enter")
+    page.until("location.hash.includes('order=wrong')")
+    page.page.focus("#stage")
+    page.press("?")
+    assert page.page.is_visible("#help")
+    page.press("Escape", "d")
+    assert page.page.is_hidden("#help")
+
+
+def luminance(pixels: np.ndarray) -> np.ndarray:
+    """WCAG's relative luminance of sRGB colours [..., 3]."""
+    share = pixels[..., :3] / 255
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+@pytest.mark.parametrize(
+    "deficiency", ["protanopia", "deuteranopia", "tritanopia", "achromatopsia"]
+)
+def test_who_is_colour_blind_sees_weights_marks_and_mistakes(browser, shared, run, deficiency):
+    """Weights grow lighter all along the bar; a mark differs in lightness from what is beside it
+    (WCAG 1.4.11 asks for 3 to 1); right and wrong have a sign."""
+    page = Page(browser, shared.address, color_scheme="light")
+    page.open("image=7&layer=1&head=0&query=5&student=standard&order=wrong")
+    session = page.page.context.new_cdp_session(page.page)
+    session.send("Emulation.setEmulatedVisionDeficiency", {"type": deficiency})
+
+    def seen(selector: str, border: int = 0) -> np.ndarray:
+        box = page.page.locator(selector).first.bounding_box()
+        page.page.mouse.move(0, 0)
+        clip = {"x": box["x"] - border, "y": box["y"] - border}
+        clip |= {"width": box["width"] + 2 * border, "height": box["height"] + 2 * border}
+        content = page.page.screenshot(clip=clip)
+        return np.asarray(Image.open(BytesIO(content)).convert("RGB"), float)
+
+    bar = luminance(seen("#bar"))
+    middle = bar[bar.shape[0] // 2, 3:-3]
+    assert np.all(np.diff(middle) > -0.01) and middle[-1] - middle[0] > 0.6
+    cell = luminance(seen(".cell[aria-pressed=true]", border=6))
+    ring, ground = cell[cell.shape[0] // 2, 3], cell[0, 0]
+    assert (ground + 0.05) / (ring + 0.05) > 3
+    if deficiency == "achromatopsia":
+        assert np.ptp(seen("#bar"), -1).max() < 3  # the page was seen through it
+    assert page.text("#verdict").count("✓") + page.text("#verdict").count("✗") == 2
+    sign = page.page.evaluate(
+        "getComputedStyle(document.querySelector('.thumb.wrong'), '::after').content"
+    )
+    assert sign == '"✗"'
+    page.page.close()
+
+
+def test_a_dead_server_leaves_the_page_and_says_how_to_go_on(browser, run):
+    viewer = open_viewer(None, run)
+    viewer.load_images()
+    viewer.command = "gaupipe view --run-dir mine"
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    listening.close()
+    with serving(viewer, port) as address:
+        page = Page(browser, address)
+        page.open("image=3&query=6")
+    before = page.page.evaluate("document.querySelector('#panes canvas').toDataURL()")
+    page.press("n")
+    page.page.wait_for_selector("#banner:has-text('gaupipe view --run-dir mine')")
+    assert page.page.is_hidden("#error") and page.text("#title").startswith("Image 3:")
+    assert page.page.evaluate("document.querySelector('#panes canvas').toDataURL()") == before
+    page.page.click("#banner button")  # too early
+    page.page.wait_for_timeout(300)
+    assert page.page.is_visible("#panes canvas")
+    page.press("ArrowRight")  # what is there can still be looked at
+    assert "7 (row 1, col 3)" in page.text("#facts")
+    with serving(viewer, port):
+        page.page.click("#banner button")
+        page.page.wait_for_selector("h2:has-text('Image 4:')")
+        assert page.page.is_hidden("#banner")
         page.page.close()

@@ -14,9 +14,9 @@ from stages.view.app import make_app
 
 
 @contextlib.contextmanager
-def serving(viewer):
+def serving(viewer, port=0):
     """Answers on a thread: the address, without a slash at its end."""
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = socket.create_server(("127.0.0.1", port))
     config = uvicorn.Config(make_app(viewer), log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

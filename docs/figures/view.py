@@ -1,10 +1,11 @@
 """The screenshots of README.md and docs/view.md:
 
-    python docs/figures/view.py FOLDER
+    python docs/figures/view.py MODEL FOLDER
 
-The photos are the two that scikit-learn ships. The model of them is a small ViT, trained here for
-three minutes to tell crops of one from crops of the other. The other pictures are of a run on
-the digits. FOLDER gets all of that, or has it. Needs the extra `test` and a chromium.
+MODEL is a ViT with weights, as `gaupipe view --model` takes it; the pictures in the repository are
+of deit_tiny_patch16_224.fb_in1k. The photos are the two that scikit-learn ships. The other pictures
+are of a run on the digits. FOLDER gets the photos and the run, or has them. Needs the extra `test`
+and a chromium.
 """
 
 from __future__ import annotations
@@ -27,39 +28,23 @@ from sklearn.datasets import load_sample_image
 FIGURES = Path(__file__).parent
 DESKTOP = (1280, 800)
 OF_PHOTOS = {
-    "view": (DESKTOP, "image=1&layer=1&head=2&query=210"),
-    "view_gradient": (DESKTOP, "image=0&layer=1&head=gradient&smooth=1&theme=dark"),
+    "view": (DESKTOP, "image=0"),
+    "view_patch": (DESKTOP, "image=1&layer=6&head=2&query=90&theme=dark"),
 }
 OF_DIGITS = {
-    "view_student": (DESKTOP, "image=3&layer=1&head=1&query=6&student=standard&order=wrong"),
-    "view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=6&order=unsure"),
+    "view_student": (DESKTOP, "image=3&layer=1&head=1&query=6&student=standard"),
+    "view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=6"),
 }
-TRAINING = (
-    "data.image_size=96",
-    "model.args={patch_size: 8, embed_dim: 96, depth: 4, num_heads: 4}",
-    "train.epochs=8",
-    "data.batch_size=32",
-)
 
 
 def gaupipe(*arguments: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "gaupipe", *map(str, arguments)], check=True)
 
 
-def make_photos(folder: Path, crops: int = 300) -> None:
-    """The two photos, and square crops of each in a folder of its own."""
-    generator = np.random.default_rng(0)
+def make_photos(folder: Path) -> None:
+    folder.mkdir(parents=True)
     for name in ("china", "flower"):
-        photo = Image.fromarray(load_sample_image(f"{name}.jpg"))
-        (folder / "crops" / name).mkdir(parents=True)
-        (folder / "photos").mkdir(exist_ok=True)
-        photo.save(folder / "photos" / f"{name}.png")
-        for number in range(crops):
-            side = int(generator.integers(80, photo.height))
-            x = int(generator.integers(photo.width - side + 1))
-            y = int(generator.integers(photo.height - side + 1))
-            crop = photo.resize((96, 96), Image.Resampling.BILINEAR, (x, y, x + side, y + side))
-            crop.save(folder / "crops" / name / f"{number:03}.png")
+        Image.fromarray(load_sample_image(f"{name}.jpg")).save(folder / f"{name}.png")
 
 
 @contextmanager
@@ -102,14 +87,11 @@ def small(picture: Image.Image) -> Image.Image:
     return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
-def main(folder: Path) -> None:
+def main(model: str, folder: Path) -> None:
     if not (folder / "of_digits").exists():
-        make_photos(folder)
-        settings = [part for setting in TRAINING for part in ("--set", setting)]
-        gaupipe("train", "--data", folder / "crops", "--run-dir", folder / "of_photos", *settings)
+        make_photos(folder / "photos")
         gaupipe("run", "digits", "--run-dir", folder / "of_digits")
-    (student,) = (folder / "of_photos" / "plain").glob("*/student")
-    of_photos = "--model", student, "--images", folder / "photos", "--image-size", "160"
+    of_photos = "--model", model, "--images", folder / "photos"
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -122,4 +104,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

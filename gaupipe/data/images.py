@@ -221,6 +221,14 @@ class FileImages(Dataset[Any]):
         with refusing(self.path(position)), self.open(position) as file:
             return torch.from_numpy(np.array(read_rgb(file))).permute(2, 0, 1)
 
+    def crop(self, width: int, height: int) -> tuple[float, float, float, float]:
+        """The part that is kept of an image of so many pixels: left, top, right and bottom in
+        shares of its width and height."""
+        side = min(width, height)
+        across = side / width / 2
+        down = side / height / 2
+        return 0.5 - across, 0.5 - down, 0.5 + across, 0.5 + down
+
     def _square(self, position: int) -> Tensor:
         """uint8 [3, size, size]."""
         image = self.pixels(position)

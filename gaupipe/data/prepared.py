@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,21 @@ class PreparedImages(FileImages):
     def fingerprint(self) -> bytes:
         transform = json.dumps(self.transform, sort_keys=True)
         return hashlib.sha256(super().fingerprint() + transform.encode()).digest()
+
+    def crop(self, width: int, height: int) -> tuple[float, float, float, float]:
+        """As :meth:`FileImages.crop`, by the rules of timm's ``create_transform``: an image is made
+        a little larger than the model's input, and its middle is kept. With the crop mode border
+        the part may be larger than the image."""
+        size = self.transform["input_size"][-1]
+        larger = math.floor(size / self.transform.get("crop_pct", 1.0))
+        resized = {
+            "center": larger / min(width, height),
+            "border": larger / max(width, height),
+        }
+        scale = resized.get(self.transform.get("crop_mode", "center"))
+        across = size / (larger if scale is None else width * scale) / 2
+        down = size / (larger if scale is None else height * scale) / 2
+        return 0.5 - across, 0.5 - down, 0.5 + across, 0.5 + down
 
     def _square(self, position: int) -> Tensor:
         return self._read(Path(self.path(position)))

@@ -114,7 +114,28 @@ def open_model(
         model = loaded(source, download, to_look)
     if to_look and image_size is None:
         image_size, fewer = fitted(model)
+    named = not random_weights
+    job = job_of(model, source, paths, files, image_size, to_look=to_look, named=named)
+    return job, " ".join(text for text in (note, fewer) if text)
+
+
+def job_of(
+    model: Any,
+    source: str,
+    paths: Sequence[Path],
+    files: Sequence[Path],
+    image_size: int | None = None,
+    *,
+    to_look: bool = True,
+    named: bool = True,
+) -> FilesJob:
+    """A model, called ``source``, and the image ``files`` that lie at ``paths``. Its classes are
+    ``named`` where their names are known. Raises UserError for a model whose attention cannot be
+    seen."""
     transform = resolve_model_data_config(model)
+    own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if own_size:  # which may not be the size that its configuration is for
+        transform["input_size"] = (transform["input_size"][0], *own_size)
     if image_size not in (None, transform["input_size"][-1]):
         set_size(model, image_size, source)
         transform["input_size"] = (transform["input_size"][0], image_size, image_size)
@@ -124,8 +145,10 @@ def open_model(
         "class_names": [],
     }
     num_classes = getattr(model, "num_classes", 1)
-    if num_classes and (model.pretrained_cfg or {}).get("label_names"):
-        images["class_names"] = class_names(model, num_classes)
+    if num_classes and named:
+        names = class_names(model, num_classes)
+        if names != tuple(map(str, range(num_classes))):  # not the numbers of classes without names
+            images["class_names"] = names
     data = images_of(images, max(num_classes, 1), not to_look, files)
     try:
         teacher = VitTeacher(model, data, source)
@@ -135,8 +158,7 @@ def open_model(
     settings = Settings().with_section("phase_a", teacher=source)
     settings = settings.with_section("data", batch_size=BATCH)
     device = select_device("cpu" if to_look else "auto")
-    job = FilesJob(settings, data, device, teacher.to(device), images=images)
-    return job, " ".join(text for text in (note, fewer) if text)
+    return FilesJob(settings, data, device, teacher.to(device), images=images)
 
 
 def loaded(source: str, download: bool, to_look: bool) -> Any:

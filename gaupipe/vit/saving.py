@@ -14,6 +14,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import load_state_dict, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -114,9 +115,14 @@ def check_label_names(label_names: Sequence[str], num_classes: int) -> None:
 
 
 def class_names(model: Any, count: int) -> tuple[str, ...]:
-    """The names of a model's ``count`` classes as its config.json or timm has them; otherwise 0, 1,
-    ... Raises UserError where there are fewer or more names."""
-    names = (model.pretrained_cfg or {}).get("label_names")
+    """The names of a model's ``count`` classes as its config.json or timm has them, or those of
+    ImageNet for a model that timm's weights for these classes are in; otherwise 0, 1, ... Raises
+    UserError where there are fewer or more names."""
+    config = model.pretrained_cfg or {}
+    names = config.get("label_names")
+    subset = infer_imagenet_subset({"num_classes": count})
+    if not names and subset and config.get("tag"):
+        return tuple(ImageNetInfo(subset).label_descriptions())
     if not names:
         return tuple(map(str, range(count)))
     check_label_names(names, count)

@@ -12,12 +12,14 @@ from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor
 
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.images import FileImages
 from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
@@ -29,13 +31,16 @@ from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
-from gaupipe.vit.capture import gradient_rollout
+from gaupipe.vit.capture import AttentionReader, gradient_rollout
 from gaupipe.vit.forward import forward_with_maps
 from stages.runs.directory import RunDirectory
 from stages.runs.students import recorded_store
 from stages.runs.trained import load_student, open_maps
 
 CPU = torch.device("cpu")
+Crop = tuple[float, float, float, float]
+"""Part of a picture: left, top, right and bottom in shares of its width and height."""
+WHOLE: Crop = (0.0, 0.0, 1.0, 1.0)
 Forward = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
 """Images [B, channels, height, width] -> logits [B, C] and for each block the map [B, H, P + T,
 P + T]."""
@@ -59,6 +64,7 @@ class ImageMaps:
     logits      [C]; None of a model without classes
     prefix      P
     gaussians   [L, H, T, 4] where the maps are those of Gaussians
+    values      [L, H, P + T]: the lengths of the tokens' values, where the model tells them
     teacher     for each block the stored map [H, T, T] that a student's is compared with, without
                 the keys that the student's attention hides; None for a block without one
     no_teacher  why a student's maps have none
@@ -71,6 +77,7 @@ class ImageMaps:
     logits: Tensor | None
     prefix: int = 0
     gaussians: Tensor | None = None
+    values: Tensor | None = None
     teacher: Sequence[Tensor | None] = ()
     no_teacher: str | None = None
     by: str = "teacher"
@@ -101,8 +108,8 @@ class StoredMaps:
         self.labelled = "files" not in maps.schema.extra
         self._decode = KINDS[maps.schema.kind].reader(maps, CPU)
 
-    def see(self, image: int, view: int = 0) -> tuple[ImageMaps, dict[str, np.ndarray]]:
-        """The maps of an image, or of one of its views, and the arrays that stand for them."""
+    def see(self, image: int, view: int = 0) -> ImageMaps:
+        """The maps of an image, or of one of its views."""
         schema = self.maps.schema
         entry = image * schema.views + view
         stored = self.maps.read(entry, entry + 1)
@@ -122,7 +129,7 @@ class StoredMaps:
             seen.label = int(stored["labels"][0])
         else:  # a store of image files, which a trained ViT was given
             seen.by = schema.extra["teacher"]
-        return seen, {name: stored[name][0] for name in schema.kind_class.arrays(schema)}
+        return seen
 
 
 def images_of(maps: store.Store) -> ImageData:
@@ -162,6 +169,25 @@ def image_pixels(
     return view_of(images, image, drawn(views), view)
 
 
+def photo(
+    data: ImageData,
+    image: int,
+    views: dict[str, Any] | None = None,
+    view: int = 0,
+    split: str = "train",
+) -> tuple[Image.Image, Crop]:
+    """A picture of an image with all pixels of its file, and the part that a model sees. Of a view,
+    and of an image without a file, it is :func:`image_pixels`, all of which is seen."""
+    images = data.split(split)
+    source = images.source
+    if views is None and isinstance(source, FileImages):
+        pixels = source.pixels(int(images.positions[image]))  # [3, height, width]
+        picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        return picture, source.crop(picture.width, picture.height)
+    shown = image_pixels(data, image, views, view, split)
+    return Image.fromarray(shown.squeeze(-1) if shown.shape[-1] == 1 else shown), WHOLE
+
+
 def drawn(views: dict[str, Any]) -> Augment:
     return Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
 
@@ -176,6 +202,7 @@ class LiveMaps:
         self.forward = forward
         self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
         self.layers = len(model.blocks)
+        self.prefix: int = getattr(model, "num_prefix_tokens", 0)
         self.labelled = not isinstance(data.train.source, PreparedImages)
         self.explains = bool(model.num_classes)
         """Whether there is a :meth:`relevance`."""
@@ -191,16 +218,26 @@ class LiveMaps:
 
     def seen(self, batch: Batch) -> ImageMaps:
         """The attention to the image of a batch."""
-        with torch.inference_mode():
+        values: list[Tensor] = []
+
+        def length(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> None:
+            values.append(value[0].norm(dim=-1))  # [H, P + T]
+
+        with torch.inference_mode(), AttentionReader(length):
             logits, maps = self.forward(batch.images)
-        return ImageMaps(
+            if not values:  # a student's maps are computed without fused attention
+                self.model(batch.images)
+        seen = ImageMaps(
             grid=self.grid,
             map=lambda layer: maps[layer][0],
             label=int(batch.labels[0]) if self.labelled else None,
             logits=logits[0] if self.model.num_classes else None,
-            prefix=getattr(self.model, "num_prefix_tokens", 0),
+            prefix=self.prefix,
             by=self.name,
         )
+        if [value.shape for value in values] == [block.shape[1:3] for block in maps]:
+            seen.values = torch.stack(values)
+        return seen
 
     def relevance(self, target: int | None, image: int, *which: Any) -> tuple[int, Tensor]:
         """A class, by default the predicted one, and the gradient-weighted rollout [L, P + T, P +
@@ -278,6 +315,8 @@ class StudentMaps(LiveMaps):
 
             seen.map = between_patches
             seen.prefix = 0
+            if seen.values is not None:
+                seen.values = seen.values[..., prefix:]
             seen.teacher = self._teacher(batch, image, view, between_patches)
         return seen
 

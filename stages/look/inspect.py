@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
+from PIL import Image
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +18,8 @@ from torch import Tensor
 import store
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, whole_file
-from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, image_pixels, images_of
+from stages.look import picture
+from stages.look.image_maps import Crop, ImageMaps, StoredMaps, StudentMaps, images_of, photo
 from stages.runs.directory import RunDirectory
 
 TINY = torch.finfo(torch.float32).tiny
@@ -109,7 +111,7 @@ def attention(
     """
     if png is not None:
         check_file("--png", Path(png), ".png")
-    seen, pixels, layer = look(url, run_dir, student, image, layer, view)
+    seen, taken, layer = look(url, run_dir, student, image, layer, view)
     if query is None:
         height, width = seen.grid
         query = str(height // 2 * width + width // 2)
@@ -154,7 +156,7 @@ def attention(
     if seen.no_teacher is not None:
         shown["no_teacher"] = seen.no_teacher
     if png is not None:
-        draw(pixels(), shown, Path(png))
+        draw(taken(), shown, Path(png))
     return shown
 
 
@@ -165,8 +167,8 @@ def look(
     image: int,
     layer: int | None,
     view: int,
-) -> tuple[ImageMaps, Callable[[], np.ndarray], int]:
-    """The maps of an image, a function that gives its pixels, and the block. Raises UserError for
+) -> tuple[ImageMaps, Callable[[], tuple[Image.Image, Crop]], int]:
+    """The maps of an image, a function that gives the photo, and the block. Raises UserError for
     an image, a block or a view that there is not."""
 
     def check(where: str, images: int, layers: int, count: int) -> int:
@@ -180,8 +182,8 @@ def look(
         stored = StoredMaps(store.open(_store(url, run_dir)))
         schema = stored.maps.schema
         block = check("the store", schema.images, schema.layers, schema.views)
-        seen, _ = stored.see(image, view)
-        return seen, lambda: image_pixels(images_of(stored.maps), image, stored.views, view), block
+        seen = stored.see(image, view)
+        return seen, lambda: photo(images_of(stored.maps), image, stored.views, view), block
     assert run_dir is not None
     live = StudentMaps(RunDirectory(run_dir), student)
     views = None
@@ -191,7 +193,7 @@ def look(
         count = live.store.schema.views
     block = check("the student", len(live.data.train), live.layers, count)
     seen = live.see(image, views, view)
-    return seen, lambda: image_pixels(live.data, image, views, view), block
+    return seen, lambda: photo(live.data, image, views, view), block
 
 
 def heat_map(seen: Seen) -> Group:
@@ -265,52 +267,20 @@ def shaded(weights: np.ndarray, seen: Seen, top: float) -> list[Text]:
     return lines
 
 
-def draw(pixels: np.ndarray, seen: Seen, path: Path) -> None:
-    """A PNG of the image, uint8 [height, width, C], and beside it the image with the map over it;
-    of a student also with the teacher's."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    height, width = pixels.shape[:2]
-    h, w = seen["grid"]
-    panels = [("", None), (seen["by"], seen["map"])]
+def draw(taken: tuple[Image.Image, Crop], seen: Seen, path: Path) -> None:
+    """A PNG of the photo, and beside it the photo with the map over it; of a student also with the
+    teacher's."""
+    maps = {seen["by"].rsplit("/", 1)[-1]: np.array(seen["map"])}
     if seen["teacher"] is not None:
-        panels.append(("teacher", seen["teacher"]))
-    colours: dict[str, Any] = {}
-    if pixels.shape[2] == 1:
-        colours = {"cmap": "gray", "vmin": 0, "vmax": 255}
-    figure = Figure(figsize=(3.5 * len(panels), 3.6), dpi=150, layout="constrained")
-    for axes, (name, weights) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        axes.imshow(pixels.squeeze(), extent=(0, width, height, 0), **colours)
-        if weights is not None:
-            drawn = axes.imshow(
-                np.array(weights),
-                extent=(0, width, height, 0),
-                cmap="viridis",
-                vmin=0,
-                vmax=most_of(seen),
-                alpha=0.65,
-                interpolation="nearest",
-            )
-            figure.colorbar(drawn, ax=axes, fraction=0.046, label="attention")
-            axes.set_title(name, fontsize=9)
-        if isinstance(seen["query"], int):
-            y, x = divmod(seen["query"], w)
-            corner = (x * width / w, y * height / h)
-            token = Rectangle(
-                corner, width / w, height / h, fill=False, edgecolor="red", linewidth=2
-            )
-            axes.add_patch(token)
-        axes.set_axis_off()
+        maps["teacher"] = np.array(seen["teacher"])
     title = f"image {seen['image']}"
     if seen["label"] is not None:
         title += f", label {seen['label']}"
     title += f": layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
-    if isinstance(seen["query"], int):
-        title += " (red)"
-    figure.suptitle(title, fontsize=10)
+    query = seen["query"]
+    patch = query if isinstance(query, int) else None
     with whole_file(path) as partial:
-        figure.savefig(partial)
+        picture.draw(*taken, maps, patch, title).save(partial, "PNG")
 
 
 def _store(url: str | None, run_dir: Path | None) -> str:

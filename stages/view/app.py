@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -19,8 +20,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from gaupipe.system.errors import UserError
-from stages.view.page import STATIC, colours
-from stages.view.viewer import Viewer
+from stages.view.page import STATIC
+from stages.view.viewer import PHOTO, Viewer
 from store import StoreError
 
 HOSTS = ["127.0.0.1", "localhost"]
@@ -33,8 +34,9 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-PNG = b"\x89PNG"
-Answer = Callable[[SimpleNamespace], Mapping[str, Any] | bytes]
+MOST_BYTES = 100_000_000
+"""Of an image that is dropped on the page."""
+Answer = Callable[[SimpleNamespace], Mapping[str, Any] | bytes | tuple[bytes, str]]
 
 
 async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Response:
@@ -46,13 +48,14 @@ async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Res
 
 
 def asked(request: Request) -> SimpleNamespace:
-    """The image, view, split, student, order, label and page of an address. An empty student is the
-    store's teacher or, where there is no store, the first model; a class that is not named is
-    None."""
+    """The image, view, side, split, student, order, label and page of an address. An empty student
+    is the store's teacher or, where there is no store, the first model; a class that is not named
+    is None."""
     query = {"image": "0", "view": "0", "page": "0", "split": "train", "student": "", "order": "id"}
+    query["side"] = str(PHOTO)
     query |= {**request.path_params, **request.query_params}
     numbers = {}
-    for name in ("image", "view", "page", *(["class"] if query.get("class") else [])):
+    for name in ("image", "view", "page", "side", *(["class"] if query.get("class") else [])):
         text = query[name]
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise UserError(f"{name} {text[:20]!r}: should be a whole number")
@@ -64,17 +67,34 @@ def make_app(viewer: Viewer) -> Starlette:
     """The pages of one viewer. Answers are computed on threads, as they read files."""
 
     answers: dict[str, Answer] = {
-        "/api/about": lambda a: {**viewer.about(), "colours": colours()},
+        "/api/about": lambda a: viewer.about(),
         "/api/status": lambda a: viewer.status(a.split, a.student),
         "/api/gallery": lambda a: viewer.page(a.split, a.student, a.order, a.label, a.page),
-        "/api/image/{image}": lambda a: viewer.image(a.image, a.view),
-        "/api/pixels/{token}/{image}.png": lambda a: viewer.pixels(a.image, a.view, a.split),
-        "/api/student/{image}": lambda a: viewer.student(a.student, a.image, a.view, a.split),
+        "/api/image/{image}": lambda a: viewer.image(a.image, a.view, a.split, a.student),
+        "/api/pixels/{token}/{image}": lambda a: viewer.pixels(
+            a.image, a.view, a.split, max(a.side, 1)
+        ),
         "/api/relevance/{image}": lambda a: viewer.relevance(
             a.student, a.image, a.label, a.view, a.split
         ),
     }
+
+    async def add(request: Request) -> Response:
+        """Adds the image that is the body, or whose name or path is asked for. Only the page knows
+        the token, and no page of another site may send it."""
+        if request.headers.get("x-token") != viewer.token:
+            raise UserError("only the page itself may add images")
+        if int(request.headers.get("content-length", 0)) > MOST_BYTES:
+            raise UserError(f"images have at most {MOST_BYTES} bytes")
+        name, content = request.query_params.get("name", ""), await request.body()
+        if content:
+            image = await run_in_threadpool(viewer.drop, name, content)
+        else:
+            image = await run_in_threadpool(viewer.find, name)
+        return JSONResponse({"image": image})
+
     routes = [Route(path, partial(respond, answer)) for path, answer in answers.items()]
+    routes.append(Route("/api/images", add, methods=["POST"]))
     return Starlette(
         routes=[*routes, Mount("/", StaticFiles(directory=Path(STATIC), html=True))],
         middleware=[
@@ -91,12 +111,12 @@ def make_app(viewer: Viewer) -> Starlette:
 
 def respond(answer: Answer, request: Request) -> Response:
     content = answer(asked(request))
-    if not isinstance(content, bytes):
-        return JSONResponse(content)
-    if content.startswith(PNG):
+    if isinstance(content, bytes):
+        return Response(content, media_type="application/octet-stream")
+    if isinstance(content, tuple):
         keep = {"Cache-Control": "private, max-age=3600"}  # the address names the server
-        return Response(content, 200, keep, "image/png")
-    return Response(content, media_type="application/octet-stream")
+        return Response(content[0], 200, keep, content[1])
+    return JSONResponse(content)
 
 
 def refused(code: int) -> Any:

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import re
 from pathlib import Path
@@ -16,36 +15,39 @@ from stages.view.viewer import Viewer
 
 STATIC = Path(__file__).parent / "static"
 MODULES = (
-    "dom", "wire", "rows", "state", "source", "draw", "numbers", "gallery", "grid", "charts",
+    "dom", "wire", "maps", "state", "source", "draw", "numbers", "gallery", "grid", "charts",
     "stage", "facts", "keys", "main",
 )  # fmt: skip
 """In an order in which no module needs a later one."""
-
-
-@functools.cache
-def colours() -> str:
-    """The 256 colours of matplotlib's viridis, which is perceptually uniform, six hexadecimal
-    digits each."""
-    from matplotlib import colormaps
-
-    return (colormaps["viridis"](range(256), bytes=True)[:, :3]).tobytes().hex()
+SIDE = 900
+"""Pixels a side of the largest picture in a page."""
 
 
 def write_page(
     viewer: Viewer, path: Path, images: list[int], split: str, start: dict[str, Any]
 ) -> None:
     """Writes the page of some images, with the maps of those students that the viewer has."""
-    viewer.load_images()
     chosen = list(dict.fromkeys(images))
-    embedded = {}
     with EpochProgress(path.name, len(chosen) * len(views_of(viewer, split)), 1) as progress:
-        for image in chosen:
-            embedded[str(image)] = embedded_image(viewer, image, split, progress)
+        text = page_text(viewer, chosen, split, start, progress)
+    write_whole(path, text)
+
+
+def page_text(
+    viewer: Viewer,
+    images: list[int],
+    split: str,
+    start: dict[str, Any],
+    progress: EpochProgress | None = None,
+) -> str:
+    """The page of some images as HTML. ``progress`` counts their views."""
+    viewer.load_images()
+    embedded = {str(image): embedded_image(viewer, image, split, progress) for image in images}
     status = viewer.status(split)
     status["labels"]["reading"] = False
     status["splits"] = {split: len(embedded)}
     page = {
-        "about": {**viewer.about(), "colours": colours(), "split": split},
+        "about": {**viewer.about(), "adds": False, "split": split},
         "status": status,
         "images": embedded,
         "start": start,
@@ -53,14 +55,13 @@ def write_page(
     text = json.dumps(page).replace("<", "\\u003c")  # nothing in it ends the element
     html = (STATIC / "index.html").read_text()
     style = (STATIC / "style.css").read_text()
-    html = html.replace(
+    return html.replace(
         '<link rel="stylesheet" href="style.css">', f"<style>\n{style}</style>"
     ).replace(
         '<script type="module" src="main.js"></script>',
         f'<script type="application/json" id="embedded">{text}</script>\n'
         f'<script type="module">\n{bundle()}</script>',
     )
-    write_whole(path, html)
 
 
 def bundle() -> str:
@@ -83,25 +84,26 @@ def has_stored(viewer: Viewer, split: str) -> bool:
 
 
 def embedded_image(
-    viewer: Viewer, image: int, split: str, progress: EpochProgress
+    viewer: Viewer, image: int, split: str, progress: EpochProgress | None
 ) -> dict[str, object]:
-    """Everything that the page shows of an image, binary messages as base64; of the relevance for
-    classes that for the predicted one. ``progress`` counts the views."""
-    stored: list[str] = []
-    pixels: list[str] = []
-    students: dict[str, list[str]] = {name: [] for name in viewer.models}
+    """Everything that the page shows of an image, for each view, binary messages as base64: the
+    maps of each model, under "" the stored ones; the relevance for the predicted class; the
+    picture, as a URL."""
+    names = [""] * has_stored(viewer, split) + list(viewer.models)
     explained = [name for name in viewer.models if viewer.model(name).explains]
+    maps: dict[str, list[str]] = {name: [] for name in names}
     relevance: dict[str, list[str]] = {name: [] for name in explained}
+    pixels = []
     for view in views_of(viewer, split):
-        if has_stored(viewer, split):
-            stored.append(encoded(viewer.image(image, view)))
-        pixels.append(encoded(viewer.pixels(image, view, split)))
-        for name, messages in students.items():
-            messages.append(encoded(viewer.student(name, image, view, split)))
-        for name, messages in relevance.items():
-            messages.append(encoded(viewer.relevance(name, image, None, view, split)))
-        progress.advance(1)
-    return {"views": stored, "pixels": pixels, "students": students, "relevance": relevance}
+        content, kind = viewer.pixels(image, view, split, SIDE)
+        pixels.append(f"data:{kind};base64,{encoded(content)}")
+        for name in maps:
+            maps[name].append(encoded(viewer.image(image, view, split, name)))
+        for name in relevance:
+            relevance[name].append(encoded(viewer.relevance(name, image, None, view, split)))
+        if progress:
+            progress.advance(1)
+    return {"maps": maps, "relevance": relevance, "pixels": pixels}
 
 
 def encoded(content: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
 import webbrowser
@@ -13,7 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 import store
-from gaupipe.distillation.files import FilesJob, open_model
+from gaupipe.data.splits import ImageData
+from gaupipe.distillation.files import FilesJob, images_of, open_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from stages.look.image_maps import LiveMaps, StudentMaps
@@ -60,7 +62,7 @@ def run(
         job, note = open_model(model, files, download, image_size, True, random_weights)
         if note:
             print(f"gaupipe: {note}", file=sys.stderr)
-        viewer = Viewer(model, {model: lambda _: live_teacher(job)}, data=job.data, note=note)
+        viewer = model_viewer(job, note)
     else:
         viewer = open_viewer(url, run_dir, students, all_students=html is None)
     split = split or viewer.split
@@ -76,6 +78,17 @@ def run(
         print(html)
         return
     serve(viewer, port, open_browser, start)
+
+
+def model_viewer(job: FilesJob, note: str = "") -> Viewer:
+    """The maps of a model on image files, to which others can be added."""
+
+    def extend(files: list[Path]) -> ImageData:
+        return images_of(job.images, job.data.num_classes, files=files)
+
+    name = job.teacher.name
+    models: dict[str, Load] = {name: lambda _: live_teacher(job)}
+    return Viewer(name, models, data=job.data, note=note, extend=extend)
 
 
 def live_teacher(job: FilesJob) -> LiveMaps:
@@ -141,6 +154,7 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
             "without"
         ) from None
     listening = bound(port)
+    viewer.command = shlex.join(["gaupipe", *sys.argv[1:]])
     state = "&".join(f"{name}={value}" for name, value in start.items())
     address = f"http://{HOST}:{listening.getsockname()[1]}/" + (f"#{state}" if state else "")
     server = uvicorn.Server(

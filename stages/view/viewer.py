@@ -7,27 +7,36 @@ from __future__ import annotations
 
 import io
 import secrets
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
-import torch
 from PIL import Image
 
 import store
-from gaupipe.data.splits import ImageData
+from gaupipe.data.decoding import check, refusing
+from gaupipe.data.images import FileImages
+from gaupipe.data.splits import ImageData, utf8
 from gaupipe.system.errors import UserError
-from stages.look.image_maps import ImageMaps, LiveMaps, StoredMaps, image_pixels, images_of
+from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, images_of, photo
+from stages.look.measures import numbers, with_mean_and_rollout
+from stages.look.picture import colours
 from stages.runs.directory import RunDirectory
 from stages.view.gallery import Gallery, Page, stored_gallery
 from stages.view.wire import pack
 
 MOST_LIKELY = 5
 """Classes whose probabilities are shown."""
-LARGE = 16_000_000
+LARGE = 1_000_000
 """Weights of an image above which they are sent as float16."""
+PHOTO = 1600
+"""Pixels a side of the largest picture of an image."""
+SMALL = 256
+"""Pixels a side up to which a picture is sent as it is."""
+QUALITY = 88
 Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
 
@@ -64,6 +73,8 @@ class Viewer:
     data    the data set of the first model; None where the store names it
     split   whose images the page shows first
     note    shown above the page
+    extend  makes the data set of image files anew, so that some can be added; None where they
+            cannot
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class Viewer:
         data: ImageData | None = None,
         split: str = "train",
         note: str = "",
+        extend: Callable[[list[Path]], ImageData] | None = None,
     ) -> None:
         self.title, self.models, self.run = title, models, run
         self.stored = StoredMaps(maps) if maps else None
@@ -82,6 +94,10 @@ class Viewer:
         self.split, self.note, self._data = split, note, data
         self.students = list(models) if run else []
         self.token = secrets.token_hex(6)
+        self.extend = extend
+        self.command = ""
+        self._dropped: tempfile.TemporaryDirectory[str] | None = None
+        self._taken: tuple[Any, tuple[Image.Image, Crop]] | None = None
         self.data_error = ""
         self._opened: dict[str, LiveMaps] = {}
         self._galleries: dict[tuple[str, str], Gallery] = {}
@@ -113,10 +129,14 @@ class Viewer:
         schema = self.schema
         return {
             "title": self.title,
+            "colours": colours().tobytes().hex(),
             "token": self.token,
             "stored": schema is not None,
             "kind": schema.kind if schema else "computed now",
             "k": schema.k if schema else None,
+            "start": self.start_state(),
+            "adds": self.extend is not None,
+            "command": self.command,
             "views": schema.views if schema else 1,
             "classes": (schema or self.data).num_classes,
             "labelled": self.labelled,
@@ -125,6 +145,25 @@ class Viewer:
             "run": self.run is not None,
             "note": self.note,
         }
+
+    def start_state(self) -> dict[str, object]:
+        """What the page opens with: the last block; the rollout weighted by the gradient of the
+        predicted class where a model has classes, as it alone showed the object in most of 30
+        photos (docs/view.md), else the mean over heads; for the class token where there is one."""
+        if self.schema:
+            (height, width), prefix = self.schema.grid, self.schema.prefix_tokens
+            layers, explains = self.schema.layers, False
+        else:
+            live = self.model("")
+            (height, width), prefix = live.grid, live.prefix
+            layers, explains = live.layers, live.explains
+        query: str | int = height // 2 * width + width // 2
+        if prefix:
+            query = "x0"
+        elif explains:
+            query = "mean"
+        head = "gradient" if explains else "mean"
+        return {"layer": layers - 1, "head": head, "query": query}
 
     @property
     def labelled(self) -> bool:
@@ -172,11 +211,12 @@ class Viewer:
         return Gallery(len(images), live.data.num_classes, parts, labels, self.labelled)
 
     def page(self, split: str, name: str, order: str, label: int | None, number: int) -> Page:
-        """A page of :meth:`gallery`; images without labels have the names of their files."""
+        """A page of :meth:`gallery`, with the names of the images' files."""
         page = self.gallery(split, name).page(order, label, number)
-        if not self.labelled and self._data:
-            for item in page["items"] or ():
-                item["title"] = self._names(split)[item["id"]]
+        for item in page["items"] or ():
+            title = self.title_of(item["id"], split)
+            if title is not None:
+                item["title"] = title
         return page
 
     def model(self, name: str) -> LiveMaps:
@@ -194,73 +234,134 @@ class Viewer:
                 self._opened[name] = live
             return self._opened[name]
 
-    def image(self, image: int, view: int = 0) -> bytes:
-        """The stored arrays of an image, or of one of its views, of which the page makes maps."""
-        if self.stored is None:
-            raise UserError("there is no store of maps here")
-        self.check(image, view)
-        with self._one_at_a_time:
-            seen, arrays = self.stored.see(image, view)
-        schema = self.stored.maps.schema
-        rows, encoding = schema.kind_class.javascript, schema.encoding
-        if rows is None:
-            rows, encoding, numbers = "gaussians", "float32", seen.gaussians
-            if numbers is None:
-                blocks = [seen.map(layer) for layer in range(schema.layers)]
-                rows, numbers = "maps", torch.stack(blocks)
-            arrays = {rows: numbers.numpy()}
-        shape = {"layers": schema.layers, "heads": schema.heads}
-        header = {"rows": rows, "encoding": encoding, **shape}
-        return pack({**header, **self.described(seen, image, "train")}, arrays)
+    def image(self, image: int, view: int = 0, split: str = "train", name: str = "") -> bytes:
+        """The attention of a model to an image, or to a view of it; without a ``name`` the stored
+        attention or, where there is none, that of the first model.
 
-    def described(self, seen: ImageMaps, image: int, split: str) -> dict[str, object]:
-        """Whose the maps are, grid, extra tokens, label and prediction for an image; of a file
-        without a label its name."""
-        title = {} if self.labelled or not self._data else {"title": self._names(split)[image]}
-        shape = {"name": seen.by, "grid": list(seen.grid), "extra": seen.extra}
-        return {**shape, "label": seen.label, **title, **seen.prediction(MOST_LIKELY)}
-
-    def _names(self, split: str) -> list[str]:
-        source: Any = getattr(self.data, split).source
-        return [Path(name).name for name in source.names]
-
-    def pixels(self, image: int, view: int = 0, split: str = "train") -> bytes:
-        """The image as PNG, in the size the model sees it in."""
-        self.check(image, view, split)
-        pixels = image_pixels(self.data, image, *self._which(view, split))
-        file = io.BytesIO()
-        Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(file, "PNG")
-        return file.getvalue()
-
-    def student(self, name: str, image: int, view: int = 0, split: str = "train") -> bytes:
-        """The attention of a model to an image, or to the view of it that the maps are of,
-        and the stored maps that it is compared with.
-
-        ``maps`` [L, H, P + T, P + T]; ``teacher`` [blocks with a stored map, H, T, T] float32, and
-        in the header ``compared``, for each block the place of its map in ``teacher`` or None.
+        Arrays: ``maps`` [L, H + 2, P + T, P + T], the heads' maps, their mean and the rollout;
+        ``teacher`` in the same form, the stored maps that a student's are compared with, and in the
+        header ``compared``, the blocks that have one; ``gaussians`` [L, H, T, 4] where the maps are
+        those of Gaussians. Maps of more than :data:`LARGE` weights are float16.
         """
-        live = self.model(name)
         self.check(image, view, split)
+        which = self._which(view, split)
+        stored = None
+        live = None
         with self._one_at_a_time:
-            seen = live.see(image, *self._which(view, split))
-        maps = torch.stack([seen.map(layer) for layer in range(live.layers)])
-        if maps.numel() > LARGE:
-            maps = maps.half()
-        teacher = [block for block in seen.teacher if block is not None]
-        places = iter(range(len(teacher)))
+            if self.stored and split == "train":
+                stored = self.stored.see(image, view)
+            if stored is None or name:
+                live = self.model(name)
+        if live is None:
+            assert stored is not None and self.schema is not None
+            seen = stored
+            layers = self.schema.layers
+        else:
+            with self._one_at_a_time:
+                seen = live.see(image, *which)
+            layers = live.layers
+        arrays = {"maps": with_mean_and_rollout([seen.map(layer) for layer in range(layers)])}
+        if any(block is not None for block in seen.teacher):
+            arrays["teacher"] = with_mean_and_rollout(seen.teacher)
+        heads = arrays["maps"].shape[1] - 2
+        measured = numbers(arrays["maps"][:, :heads], seen.grid, seen.values)
+        if arrays["maps"].numel() > LARGE:
+            arrays = {name: maps.half() for name, maps in arrays.items()}
+        if seen.gaussians is not None:
+            arrays["gaussians"] = seen.gaussians.float()
+        crop = WHOLE
+        if self._data:
+            _, crop = self._photo(image, *which)
         header = {
-            "rows": "maps",
-            "layers": live.layers,
-            "heads": maps.shape[1],
-            "compared": [None if block is None else next(places) for block in seen.teacher],
-            "no_teacher": seen.no_teacher if self.stored else None,
-            "explains": live.explains,
-            **self.described(seen, image, split),
+            "name": seen.by,
+            "title": self.title_of(image, split),
+            "label": seen.label,
+            **seen.prediction(MOST_LIKELY),
+            "stored": None,
+            "grid": seen.grid,
+            "extra": seen.extra,
+            "layers": layers,
+            "heads": heads,
+            "numbers": {name: number.tolist() for name, number in measured.items()},
+            "compared": [block is not None for block in seen.teacher],
+            "no_teacher": seen.no_teacher if self.stored and live else None,
+            "explains": bool(live and live.explains),
+            "crop": crop,
         }
-        arrays = {"maps": maps.numpy()}
-        if teacher:
-            arrays["teacher"] = torch.stack(teacher).float().numpy()
-        return pack(header, arrays)
+        if stored and live:
+            header["stored"] = {"name": stored.by, "label": stored.label, **stored.prediction()}
+        return pack(header, {name: array.numpy() for name, array in arrays.items()})
+
+    def title_of(self, image: int, split: str) -> str | None:
+        """The name of an image's file; None of an image without one."""
+        images = self._data and self._data.split(split)
+        if images and isinstance(images.source, FileImages):
+            return utf8(Path(images.path(image)).name)
+        return None
+
+    def pixels(
+        self, image: int, view: int = 0, split: str = "train", side: int = PHOTO
+    ) -> tuple[bytes, str]:
+        """The picture of an image at no more than ``side`` pixels a side, and its media type: PNG,
+        but JPEG where it was made smaller."""
+        self.check(image, view, split)
+        picture, _ = self._photo(image, *self._which(view, split))
+        file = io.BytesIO()
+        if max(picture.size) <= SMALL:
+            picture.save(file, "PNG")
+            return file.getvalue(), "image/png"
+        picture = picture.convert("RGB")
+        picture.thumbnail((side, side))
+        picture.save(file, "JPEG", quality=QUALITY)
+        return file.getvalue(), "image/jpeg"
+
+    def _photo(
+        self, image: int, views: dict[str, Any] | None, view: int, split: str
+    ) -> tuple[Image.Image, Crop]:
+        """Keeps the last picture, which the page asks for right after its maps."""
+        with self._one_at_a_time:
+            asked = image, view, split
+            if self._taken is None or self._taken[0] != asked:
+                self._taken = asked, photo(self.data, image, views, view, split)
+            return self._taken[1]
+
+    def find(self, text: str) -> int:
+        """The image that a file's name, or its path, stands for. Another file of this machine is
+        added to the images. Raises UserError where there is neither."""
+        for image in range(len(self.data.train)):
+            if text in (self.title_of(image, "train"), self.data.train.path(image)):
+                return image
+        path = Path(text).expanduser()
+        if not path.is_file():
+            raise UserError(f"{text}: neither the name of an image here, nor the path of a file")
+        return self.add(path)
+
+    def drop(self, name: str, content: bytes) -> int:
+        """Adds an image file, which lives as long as the server does, and returns its number."""
+        if self._dropped is None:
+            self._dropped = tempfile.TemporaryDirectory(prefix="gaupipe-view-")
+        folder = Path(self._dropped.name) / secrets.token_hex(4)
+        folder.mkdir()
+        path = folder / (Path(name).name or "image")
+        path.write_bytes(content)
+        return self.add(path)
+
+    def add(self, path: Path) -> int:
+        """Adds an image file, and returns its number. Raises UserError for a file that is no image,
+        and where the images are those of a store or a run."""
+        if self.extend is None:
+            raise UserError(
+                "images can be added to a page of --model alone; a student is one too: "
+                "gaupipe view --model RUN/phase_b/NAME/student --images PHOTO"
+            )
+        with refusing(str(path)), path.open("rb") as file:
+            check(file)
+        with self._one_at_a_time:
+            data = self.data
+            known = [Path(data.train.path(image)) for image in range(len(data.train))]
+            self._data = self.model("").data = self.extend([*known, path])
+            self._galleries.clear()
+            return len(known)
 
     def relevance(
         self, name: str, image: int, target: int | None, view: int = 0, split: str = "train"

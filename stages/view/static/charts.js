@@ -1,24 +1,17 @@
-// Numbers of each head over the blocks: entropy, mean distance, and a student's divergence.
+// Numbers of each head over the blocks.
 
-import { $ } from "./dom.js";
+import { $, called, make } from "./dom.js";
 
-const SPACE = "http://www.w3.org/2000/svg";
-const WIDTH = 136; // the least that the page gives a chart, so that no text becomes smaller
-const HEIGHT = 130;
-const BORDER = { left: 30, right: 14, top: 10, bottom: 34 };
+const CHARTS = [
+  ["entropy", "Entropy", "nats", "Low: a head that reads few tokens."],
+  ["distance", "Distance", "tokens", "From a patch to where it reads. Low: a local head."],
+  ["share", "Largest key", "share", "High: most queries read one and the same token, a sink."],
+  ["value", "Its value", "of the mean", "Low: reading that token adds little. A ring: the head does nothing."],
+  ["kl", "KL", "nats", "High: the student's head differs from the teacher's."],
+];
 
-function shape(name, attributes, text) {
-  const element = document.createElementNS(SPACE, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
-
-/** One chart: `value` gives a head's number, or null. `choose` is called with a dot's head. */
-function chart({ name, unit, value, top }, maps, state, choose) {
-  const figure = document.createElement("figure");
-  const caption = document.createElement("figcaption");
-  caption.append(Object.assign(document.createElement("b"), { textContent: name }), ` ${unit}`);
+/** One chart: dots at shares of its width and height, each a button that chooses its head. */
+function chart([name, title, unit, meaning], maps, state, value, choose) {
   const dots = [];
   for (let layer = 0; layer < maps.layers; layer++) {
     for (let head = 0; head < maps.heads; head++) {
@@ -26,57 +19,29 @@ function chart({ name, unit, value, top }, maps, state, choose) {
       if (number !== null) dots.push({ layer, head, number });
     }
   }
-  const most = Math.max(...dots.map((dot) => dot.number), 1e-9);
-  const end = nice(top ? Math.min(top, most) : most);
-  const across = (layer) =>
-    BORDER.left +
-    ((layer + 0.5) / maps.layers) * (WIDTH - BORDER.left - BORDER.right);
-  const up = (number) =>
-    HEIGHT - BORDER.bottom - (number / end) * (HEIGHT - BORDER.top - BORDER.bottom);
-  const chosen = dots.find((dot) => dot.layer === state.layer && dot.head === state.head);
-  const told = chosen ? `; block ${chosen.layer}, head ${chosen.head}: ${chosen.number.toFixed(2)}` : "";
-  const range = dots.map((dot) => dot.number);
-  const svg = shape("svg", {
-    viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
-    role: "img",
-    "aria-label":
-      `${name} of each head, ${unit}: ${Math.min(...range).toFixed(2)} to ` +
-      `${Math.max(...range).toFixed(2)}${told}`,
-  });
+  if (!dots.length) return [];
+  const end = nice(Math.max(...dots.map((dot) => dot.number), 1e-9));
+  const plot = make("div", { className: "plot", role: "group", ariaLabel: `${title}, ${unit}` });
   for (const share of [0, 0.5, 1]) {
-    const y = up(share * end);
-    svg.append(shape("line", { x1: BORDER.left, x2: WIDTH - BORDER.right, y1: y, y2: y, class: "rule" }));
     const text = String(Number((share * end).toPrecision(3)));
-    svg.append(shape("text", { x: BORDER.left - 5, y: y + 3.5, class: "tick", "text-anchor": "end" }, text));
+    const rule = make("span", { className: "rule" }, text);
+    rule.style.bottom = `${100 * share}%`;
+    plot.append(rule);
   }
-  const every = Math.ceil(maps.layers / 8);
-  for (let layer = 0; layer < maps.layers; layer += every) {
-    const at = { x: across(layer), y: HEIGHT - 19, class: "tick", "text-anchor": "middle" };
-    svg.append(shape("text", at, layer));
+  for (const { layer, head, number } of dots) {
+    const text = `${called(layer, head)}: ${number.toFixed(3)}`;
+    const dot = make("button", { className: "dot", title: text, ariaLabel: text, tabIndex: -1 });
+    dot.ariaPressed = layer === state.layer && head === state.head;
+    dot.classList.toggle("idle", Boolean(maps.number("idle", layer, head)));
+    const within = (head - (maps.heads - 1) / 2) / maps.heads;
+    dot.style.left = `${(100 * (layer + 0.5 + 0.7 * within)) / maps.layers}%`;
+    dot.style.bottom = `${(100 * number) / end}%`;
+    dot.addEventListener("click", () => choose(layer, head));
+    plot.append(dot);
   }
-  const middle = (BORDER.left + WIDTH - BORDER.right) / 2;
-  const axis = { x: middle, y: HEIGHT - 5, class: "tick", "text-anchor": "middle" };
-  svg.append(shape("text", axis, "block (a dot: a head)"));
-  const spread = Math.min(3.5, (WIDTH - 50) / maps.layers / maps.heads / 1.6);
-  for (const dot of dots) {
-    const isChosen = dot === chosen;
-    const circle = shape("circle", {
-      cx: across(dot.layer) + (dot.head - (maps.heads - 1) / 2) * spread,
-      cy: up(dot.number),
-      r: isChosen ? 5 : 3.2,
-      class: isChosen ? "dot chosen" : "dot",
-    });
-    circle.append(shape("title", {}, `block ${dot.layer}, head ${dot.head}: ${dot.number.toFixed(3)}`));
-    circle.addEventListener("click", () => choose(dot.layer, dot.head));
-    svg.append(circle);
-  }
-  if (chosen) {
-    svg.append(svg.querySelector(".chosen")); // on top of the others
-    const at = { x: Number(svg.lastChild.getAttribute("cx")) + 8, y: up(chosen.number) + 4 };
-    svg.append(shape("text", { ...at, class: "tick named" }, chosen.head));
-  }
-  figure.append(caption, svg);
-  return figure;
+  const caption = make("figcaption", {}, make("b", { textContent: title }), ` ${unit}`);
+  const ticks = make("div", { className: "blocks" }, make("span", {}, "block 0"), make("span", {}, maps.layers - 1));
+  return [make("figure", { id: `chart-${name}` }, caption, plot, ticks, make("small", {}, meaning))];
 }
 
 /** The next round number. */
@@ -86,12 +51,9 @@ function nice(number) {
 }
 
 export function renderCharts(maps, state, kl, choose) {
-  const known = (measure) => (layer, head) => (maps.has(layer) ? measure(layer, head) : null);
-  const charts = [
-    { name: "Entropy", unit: "nats", value: known((layer, head) => maps.entropy(layer, head)) },
-    { name: "Distance", unit: "tokens", value: known((layer, head) => maps.distance(layer, head)) },
-  ];
-  if (kl) charts.push({ name: "KL", unit: "nats", value: kl });
-  const drawn = charts.map((each) => chart(each, maps, state, choose));
+  const drawn = CHARTS.flatMap((each) => {
+    const value = each[0] === "kl" ? kl : (layer, head) => maps.number(each[0], layer, head);
+    return chart(each, maps, state, value, choose);
+  });
   $("charts").replaceChildren(...drawn);
 }

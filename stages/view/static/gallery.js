@@ -1,6 +1,6 @@
 // The gallery: a page of images in an order.
 
-import { $, percent } from "./dom.js";
+import { $, make, percent } from "./dom.js";
 
 export class Gallery {
   /** `choose` is called with the id of an image, `changed` when order, class or page changed. */
@@ -10,6 +10,7 @@ export class Gallery {
       $(name).addEventListener("change", () => {
         const value = $(name).value;
         app.set({ [name]: name === "class" && value !== "" ? Number(value) : value, page: 0 });
+        this.opens = name === "order" && value !== "id"; // the first of them
         this.load();
       });
     }
@@ -17,17 +18,20 @@ export class Gallery {
     $("page-on").addEventListener("click", () => this.turn(1));
     $("go").addEventListener("submit", (event) => {
       event.preventDefault();
-      if ($("go-to").value !== "") app.choose(Number($("go-to").value));
+      const asked = $("go-to").value.trim();
       $("go-to").value = "";
+      if (/^\d+$/.test(asked)) app.choose(Number(asked));
+      else if (asked) app.add(asked);
     });
-    for (const hidden of [".choices", ".pager", "#go"]) {
+    for (const hidden of [".choices", "#go"]) {
       document.querySelector(`#gallery ${hidden}`).hidden = source.offline;
     }
     document.body.classList.toggle("offline", source.offline);
   }
 
+  /** The first of the names of a class: ImageNet's have synonyms. */
   className(label) {
-    return this.app.classNames[label] ?? `class ${label}`;
+    return this.app.classNames[label]?.split(", ")[0] ?? `class ${label}`;
   }
 
   /** Shows the page of the image, with the predictions of the student that is chosen. */
@@ -58,9 +62,7 @@ export class Gallery {
     try {
       found = await this.source.gallery(state);
     } catch (error) {
-      $("thumbs").replaceChildren(
-        Object.assign(document.createElement("p"), { className: "note", textContent: error.message }),
-      );
+      $("thumbs").replaceChildren(make("p", { className: "note" }, error.message));
       return;
     }
     if (this.asked !== asked) return;
@@ -69,6 +71,10 @@ export class Gallery {
     this.render();
     $("gallery").hidden = this.source.offline && this.total === 1;
     if (this.waits) this.app.watch();
+    else if (this.opens && this.items.length) {
+      this.opens = false;
+      await this.app.choose(this.items[0].id);
+    }
   }
 
   /** How far labels and predictions have been read. */
@@ -87,8 +93,7 @@ export class Gallery {
   render() {
     const { state, pixelsReady } = this.app;
     const thumbs = this.items.map((item) => {
-      const button = document.createElement("button");
-      button.className = "thumb";
+      const button = make("button", { className: "thumb" });
       button.dataset.id = item.id;
       const known = [item.title ?? `Image ${item.id}`];
       if (item.label != null) known.push(this.className(item.label));
@@ -99,16 +104,12 @@ export class Gallery {
       button.setAttribute("aria-label", known.join(", "));
       button.title = known.join("\n");
       if (pixelsReady) {
-        const picture = document.createElement("img");
-        picture.src = this.source.pixels(item.id, { view: 0, split: state.split });
-        picture.alt = "";
-        picture.loading = "lazy";
+        const picture = make("img", { alt: "", loading: "lazy" });
+        picture.src = this.source.pixels({ image: item.id, view: 0, split: state.split }, 160);
         picture.onload = () => picture.classList.toggle("tiny", picture.naturalWidth < 24);
         button.append(picture);
       }
-      const number = document.createElement("span");
-      number.textContent = item.id;
-      button.append(number);
+      button.append(make("span", {}, item.title ?? String(item.id)));
       button.addEventListener("click", () => this.app.choose(item.id));
       return button;
     });
@@ -122,6 +123,7 @@ export class Gallery {
     $("page-text").textContent = this.total
       ? `${count(first + 1)}–${count(first + this.items.length)} of ${count(this.total)}`
       : "";
+    document.querySelector("#gallery .pager").hidden = this.total <= this.size;
     $("page-back").disabled = this.page === 0;
     $("page-on").disabled = first + this.size >= this.total;
   }

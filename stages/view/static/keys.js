@@ -1,7 +1,6 @@
 // The keyboard.
 
 import { $ } from "./dom.js";
-import { columnsOf } from "./grid.js";
 
 function moveQuery(app, across, down) {
   const { state, maps } = app;
@@ -24,7 +23,7 @@ export function setDirection(app, direction) {
 }
 
 function moveHead(app, step) {
-  const columns = ["mean", ...columnsOf(app.maps).filter((head) => head !== "mean")];
+  const columns = ["mean", ...app.maps.columns.filter((head) => head !== "mean")];
   const place = columns.indexOf(app.state.head) + step;
   app.set({ head: columns[(place + columns.length) % columns.length] });
 }
@@ -55,6 +54,7 @@ const actions = (app, grid, gallery) => ({
   s: () => app.set({ show: app.state.show === "student" ? "teacher" : "student" }),
   "+": () => app.set({ opacity: Math.min(Math.round(20 * app.state.opacity + 1) / 20, 1) }),
   "-": () => app.set({ opacity: Math.max(Math.round(20 * app.state.opacity - 1) / 20, 0) }),
+  z: () => app.set({ floor: app.state.floor === "zero" ? "least" : "zero" }),
   e: () => app.set({ ellipse: app.state.ellipse ? 0 : 1 }),
   d: () => $("theme").click(),
   "?": () => $("help").showModal(),
@@ -68,7 +68,7 @@ export function listenToKeys(app, grid, gallery) {
     if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
     if (event.target.closest("input, select, textarea")) return;
     const act = keys[event.key];
-    if (!act || !(app.stored || WITHOUT_MAPS.includes(event.key))) return;
+    if (!act || !(app.own || WITHOUT_MAPS.includes(event.key))) return;
     event.preventDefault();
     act();
   });

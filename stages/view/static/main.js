@@ -1,7 +1,7 @@
 // The page: one state, what it needs, and the parts that show it.
 
-import { $, ending } from "./dom.js";
-import { ComparedMaps, Maps, divergence } from "./rows.js";
+import { $, ending, make } from "./dom.js";
+import { ComparedMaps, Maps, divergence } from "./maps.js";
 import { DEFAULTS, fitState, formatState, parseState } from "./state.js";
 import { openSource } from "./source.js";
 import { composed, setColours } from "./draw.js";
@@ -10,7 +10,7 @@ import { Gallery } from "./gallery.js";
 import { Grid } from "./grid.js";
 import { renderCharts } from "./charts.js";
 import { Stage } from "./stage.js";
-import { renderFacts, renderHeading } from "./facts.js";
+import { renderFacts, renderHeading, sentence } from "./facts.js";
 import { listenToKeys, setDirection } from "./keys.js";
 
 const source = openSource();
@@ -21,15 +21,13 @@ const app = {
   classNames: [],
   pixelsReady: false,
   state: { ...DEFAULTS },
-  stored: null, // Maps of the store or, where there is none, of the model that is chosen
-  own: null, // Maps of the student
-  compared: null, // ComparedMaps: the stored maps for the student's blocks
+  own: null, // Maps of the store or, where there is none or one is chosen, of a model
+  compared: null, // ComparedMaps: the stored maps for a student's blocks
   picture: null,
   hovered: null,
 
   /** The maps that the grid shows. */
   get maps() {
-    if (!this.own) return this.stored;
     return this.state.show === "teacher" && this.compared ? this.compared : this.own;
   },
 
@@ -43,10 +41,11 @@ const app = {
       await load();
       return;
     }
-    if (this.stored) fitState(this.state, this.about, this.maps);
+    if (this.own) fitState(this.state, this.about, this.maps);
     writeAddress();
-    if (this.stored && ["head", "explain"].some((name) => changed.includes(name))) await explain();
-    if (this.stored) render();
+    if (!this.own) return;
+    if (changed.includes("explain")) await explain();
+    render();
   },
 
   /** Reads how far the server is. */
@@ -56,36 +55,40 @@ const app = {
     return this.set({ image, view: 0 });
   },
 
+  /** Chooses a patch; the one that is chosen gives way to the mean over all. */
+  choosePatch(query) {
+    const { state } = this;
+    return this.set({ query: query === state.query ? "mean" : query });
+  },
+
+  /** Opens an image file by its name or path, or one that was dropped. */
+  async add(name, file) {
+    say("");
+    try {
+      const image = await source.add(name, file);
+      await watch();
+      gallery.asked = null;
+      await this.choose(image);
+    } catch (error) {
+      if (error.unreachable) fail(error);
+      else say(error.message);
+    }
+  },
+
   /** Shows a query while the pointer is over it. */
   preview(query) {
-    if (query === this.hovered || !this.stored) return;
+    if (query === this.hovered || !this.own) return;
     this.hovered = query;
     renderMaps();
   },
 
-  /** One sentence about a pane, for those who cannot see it. */
-  says({ name, weights, grid, query, there }) {
-    if (!there) return `${name}: no stored map for this block.`;
-    const { layer, head, direction } = app.state;
-    const place = (token) =>
-      typeof token === "number"
-        ? `row ${Math.floor(token / grid[1])}, column ${token % grid[1]}`
-        : `the ${app.maps.extra[app.maps.row(token)]} token`;
-    let most = 0;
-    weights.forEach((weight, token) => {
-      if (weight > weights[most]) most = token;
-    });
-    const which = `block ${layer}, ${typeof head === "number" ? `head ${head}` : head}`;
-    const much = weights[most].toPrecision(3);
-    if (query === "mean") return `${name}, ${which}: on average, most attention goes to ${place(most)} (${much})`;
-    if (direction === "to") return `${name}, ${which}: ${place(query)} is read most by ${place(most)} (${much})`;
-    return `${name}, ${which}: ${place(query)} looks most at ${place(most)} (${much})`;
-  },
+  says: (pane) => sentence(app, pane, className),
 };
 
 const gallery = new Gallery(source, app);
 const grid = new Grid(app);
 const stage = new Stage(app);
+const className = (label) => gallery.className(label);
 
 function startState() {
   const embedded = $("embedded");
@@ -94,7 +97,7 @@ function startState() {
 
 function writeAddress(push = false) {
   const address = formatState(app.state);
-  if (address === location.hash) return;
+  if (address === location.hash || location.protocol === "about:") return; // a notebook's frame
   if (push) history.pushState(null, "", address);
   else history.replaceState(null, "", address);
 }
@@ -105,21 +108,18 @@ let loads = 0;
 async function load(push = true) {
   const mine = ++loads;
   const { state, about } = app;
-  if (!hasStored() && !state.student) state.student = about.students[0] ?? "";
+  const hasStored = about.stored && state.split === "train";
+  if (!hasStored && !state.student) state.student = about.students[0] ?? "";
   $("stage").setAttribute("aria-busy", "true");
   try {
-    const wanted = [hasStored() ? source.image(state) : source.student(state)];
-    if (hasStored() && state.student) wanted.push(source.student(state));
-    const [stored, own] = await Promise.all(wanted);
-    const picture = app.pixelsReady ? await loadPicture() : null;
+    const wanted = [source.image(state), app.pixelsReady ? loadPicture() : null];
+    const [{ header, arrays }, picture] = await Promise.all(wanted);
     if (mine !== loads) return;
-    const { teacher, ...maps } = own?.arrays ?? {};
-    app.stored = new Maps(stored.header, stored.arrays);
-    app.own = own ? new Maps(own.header, maps) : null;
-    app.compared = teacher ? new ComparedMaps(own.header, teacher) : null;
     app.picture = picture;
+    app.own = new Maps(header, arrays.maps, arrays.gaussians);
+    app.compared = arrays.teacher ? new ComparedMaps(header, arrays.teacher) : null;
     fitState(state, about, app.maps);
-    await explain();
+    if (state.head === "gradient") await explain();
   } catch (error) {
     if (mine === loads) fail(error);
     return;
@@ -130,12 +130,8 @@ async function load(push = true) {
   writeAddress(push);
   gallery.mark(state.image);
   render();
+  if (app.own.header.explains && !app.own.relevance) explain().then(() => mine === loads && render());
   await gallery.follow();
-}
-
-/** Whether the store has maps of the images that are shown. */
-function hasStored() {
-  return app.about.stored && app.state.split === "train";
 }
 
 /** Reads the address. Of a student that there is not it takes the first, and says so. */
@@ -146,84 +142,106 @@ function readAddress() {
   const others = students.length ? ` There is: ${students.join(", ")}.` : "";
   const unknown = known ? "" : `There is no student “${state.student}” here.${others}`;
   if (!known) state.student = DEFAULTS.student;
-  $("banner").textContent = [note, unknown].filter(Boolean).join(" ");
-  $("banner").hidden = !$("banner").textContent;
+  say([note, unknown].filter(Boolean).join(" "));
+}
+
+/** A line above the page, with buttons at its end. */
+function say(text, ...buttons) {
+  $("banner").replaceChildren(text, ...buttons);
+  $("banner").hidden = !text;
 }
 
 /** Gets the relevance for the class that is explained. */
 async function explain() {
-  const { state, maps } = app;
-  if (state.head !== "gradient") return;
+  const { state, own } = app;
   try {
-    maps.explain(await source.relevance(state));
+    const { header, arrays } = await source.relevance(state);
+    own.relevance = arrays.relevance;
+    own.relevanceClass = header.class;
   } catch (error) {
-    fail(error);
+    say(`No gradient: ${error.message}`);
+    own.header.explains = false;
+    own.columns = own.columns.filter((head) => head !== "gradient");
+    fitState(state, app.about, app.maps);
   }
 }
 
 function loadPicture() {
-  const { image, view, split } = app.state;
   return new Promise((resolve) => {
     const picture = new Image();
     picture.onload = () => resolve(picture);
     picture.onerror = () => resolve(null);
-    picture.src = source.pixels(image, { view, split });
+    picture.src = source.pixels(app.state);
   });
 }
 
-/** Says in place of the maps why there are none. */
+/** Says in place of the maps why there are none. Where the server does not answer the page stays as
+ * it was, and says how to go on. */
 function fail(error) {
+  if (error?.unreachable) {
+    const { command } = app.about ?? {};
+    const again = make("button", { textContent: "Try again" });
+    const still = () => again.animate({ opacity: [0.3, 1] }, 400);
+    again.addEventListener("click", () => source.about().then(() => location.reload(), still));
+    say(`${error.message} Start it again: `, make("code", {}, command ?? "gaupipe view"), again);
+    return;
+  }
   $("error").hidden = !error;
   $("error").textContent = error?.message ?? "";
   $("stage").classList.toggle("failed", Boolean(error));
   document.querySelector(".side").classList.toggle("failed", Boolean(error));
   if (!error) return;
-  app.stored = app.own = app.compared = null;
+  app.own = app.compared = null;
   $("title").textContent = `Image ${app.state.image}`;
   $("verdict").textContent = "\u00a0";
-  gallery.mark(app.state.image);
+  if (gallery.items.length) gallery.mark(app.state.image);
+  else gallery.load();
   writeAddress(true);
 }
 
+/** The student's divergence of each head from the teacher, computed once. */
 function kl() {
   const { own, compared } = app;
-  if (!compared) return null;
-  return (layer, head) =>
-    own.kept(`kl/${layer}/${head}`, () => divergence(own, compared, layer, head, "mean"));
+  own.kl ??= new Map();
+  return (layer, head) => {
+    if (!compared) return null;
+    const key = `${layer}/${head}`;
+    if (!own.kl.has(key)) own.kl.set(key, divergence(own, compared, layer, head, "mean"));
+    return own.kl.get(key);
+  };
 }
 
 function panes() {
-  const { stored, own, compared, picture, state } = app;
-  if (!own) return [{ name: ending(stored.header.name), maps: stored, picture }];
-  const student = { name: state.student, maps: own, picture };
-  return compared ? [{ name: "teacher", maps: compared, picture }, student] : [student];
+  const { own, compared, picture } = app;
+  const one = { name: ending(own.header.name), maps: own, picture };
+  return compared ? [{ name: "teacher", maps: compared, picture }, one] : [one];
 }
 
 function render() {
-  const { state, maps, about } = app;
-  const live = app.own ?? app.stored;
+  const { state, maps, own, about } = app;
+  const { header } = own;
   document.documentElement.dataset.theme = state.theme;
   const shape = `${maps.layers} blocks × ${maps.heads} heads, ${maps.grid.join(" × ")} patches`;
   $("about").textContent = `${app.named} · ${shape}`;
   $("split").value = state.split;
   $("view-choice").hidden = about.views === 1 || state.split !== "train";
-  const reason = live.header.no_teacher;
-  $("no-teacher").hidden = !reason;
-  $("no-teacher").textContent = `No teacher beside ${live.header.name}: ${reason}.`;
-  renderExplained(maps);
+  $("no-teacher").hidden = !header.no_teacher;
+  $("no-teacher").textContent = `No teacher beside ${header.name}: ${header.no_teacher}.`;
+  renderExplained();
   grid.build(maps);
-  grid.describe(maps, kl() ?? (() => null));
+  grid.describe(maps, kl());
   renderCharts(maps, state, kl(), (layer, head) => app.set({ layer, head }));
-  renderHeading(app, (label) => gallery.className(label));
+  renderHeading(app, className);
   $("student").value = state.student;
   $("view").value = state.view;
   $("opacity").value = state.opacity;
   $("scale").checked = state.scale === "one";
+  $("floor").checked = state.floor === "least";
   $("smooth").checked = Boolean(state.smooth);
   $("ellipse").checked = Boolean(state.ellipse);
-  $("ellipse-choice").hidden = !maps.arrays.gaussians;
+  $("ellipse-choice").hidden = !maps.gaussians;
   $("show-choice").hidden = !app.compared;
-  renderExtra(maps);
+  renderTokens(maps);
   for (const name of ["direction", "show"]) {
     for (const button of document.querySelectorAll(`[data-${name}]`)) {
       button.setAttribute("aria-pressed", button.dataset[name] === state[name]);
@@ -233,26 +251,25 @@ function render() {
 }
 
 /** The classes that can be explained, the likeliest first. */
-function renderExplained(maps) {
-  const { explains, likely = [] } = maps.header;
-  $("explain-choice").hidden = !explains || app.state.head !== "gradient" || source.offline;
+function renderExplained() {
+  const { header, relevanceClass } = app.own;
+  $("explain-choice").hidden = app.state.head !== "gradient" || source.offline;
+  if ($("explain-choice").hidden) return;
+  const { likely } = header;
   const others = [...Array(app.about.classes).keys()].filter((label) => !likely.includes(label));
-  const options = [...likely, ...others].map((label) => new Option(gallery.className(label), label));
+  const options = [...likely, ...others].map((label) => new Option(className(label), label));
   $("explain").replaceChildren(...options);
-  $("explain").value = maps.relevance?.header.class ?? likely[0];
+  $("explain").value = relevanceClass ?? likely[0];
 }
 
-/** A button for the class token and each register token. */
-function renderExtra(maps) {
-  const { state } = app;
-  $("extra").hidden = !maps.extra.length;
-  $("extra").replaceChildren(
-    ...maps.extra.map((name, p) => {
-      const button = document.createElement("button");
-      button.textContent = name;
-      button.title = p ? name : `${name} (c)`;
-      button.setAttribute("aria-pressed", state.query === `x${p}`);
-      button.addEventListener("click", () => app.set({ query: `x${p}` }));
+/** A button for the class token, each register token, and the mean over patches. */
+function renderTokens(maps) {
+  const tokens = maps.extra.map((name, p) => [`x${p}`, p ? name : "class token"]);
+  $("tokens").replaceChildren(
+    ...[...tokens, ["mean", "all patches"]].map(([query, name]) => {
+      const button = make("button", { textContent: name, ariaPressed: app.state.query === query });
+      button.dataset.query = query;
+      button.addEventListener("click", () => app.set({ query }));
       return button;
     }),
   );
@@ -264,9 +281,8 @@ function renderMaps() {
   const query = hovered ?? state.query;
   stage.render(panes(), query);
   grid.render(maps, query);
-  $("no-query").disabled = state.query === "mean";
-  if (hovered === null) $("says").textContent = `${stage.shown.map(app.says).join(". ")}.`;
-  renderFacts(app, query, (label) => gallery.className(label));
+  if (hovered === null) $("says").textContent = stage.shown.map(app.says).join(" ");
+  renderFacts(app, query, className);
 }
 
 let watches = 0;
@@ -291,10 +307,7 @@ async function watch() {
   if (named) gallery.fillClasses(app.about.classes);
   if (named || pictured) {
     gallery.render();
-    if (pictured && app.stored) {
-      app.picture = await loadPicture();
-    }
-    if (app.stored) render();
+    if (app.own) await load(false);
   }
   const note = status.pixels.error;
   $("no-picture").hidden = !note;
@@ -312,12 +325,16 @@ function fillSplits(splits) {
   $("split").replaceChildren(...options);
   $("split").value = app.state.split;
   $("split-choice").hidden = names.length < 2;
-  $("go-to").max = splits[app.state.split] - 1;
 }
 
 function isDark() {
   const { theme } = app.state;
   return theme === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : theme === "dark";
+}
+
+/** Calls `act` with a control's new value. */
+function onChange(id, act, event = "change") {
+  $(id).addEventListener(event, () => act($(id).type === "checkbox" ? $(id).checked : $(id).value));
 }
 
 function listen() {
@@ -332,19 +349,15 @@ function listen() {
     event.preventDefault(); // the address holds the state
     $("stage").focus();
   });
-  $("no-query").addEventListener("click", () => app.set({ query: "mean" }));
-  $("opacity").addEventListener("input", () => app.set({ opacity: Number($("opacity").value) }));
-  $("ellipse").addEventListener("change", () => app.set({ ellipse: Number($("ellipse").checked) }));
-  $("scale").addEventListener("change", () => {
-    app.set({ scale: $("scale").checked ? "one" : "own" });
-  });
-  $("smooth").addEventListener("change", () => app.set({ smooth: Number($("smooth").checked) }));
-  $("explain").addEventListener("change", () => app.set({ explain: Number($("explain").value) }));
-  $("student").addEventListener("change", () => app.set({ student: $("student").value, page: 0 }));
-  $("split").addEventListener("change", () => {
-    app.set({ split: $("split").value, image: 0, view: 0, page: 0 });
-  });
-  $("view").addEventListener("change", () => app.set({ view: Number($("view").value) }));
+  onChange("opacity", (value) => app.set({ opacity: Number(value) }), "input");
+  onChange("ellipse", (on) => app.set({ ellipse: Number(on) }));
+  onChange("scale", (on) => app.set({ scale: on ? "one" : "own" }));
+  onChange("floor", (on) => app.set({ floor: on ? "least" : "zero" }));
+  onChange("smooth", (on) => app.set({ smooth: Number(on) }));
+  onChange("explain", (value) => app.set({ explain: Number(value) }));
+  onChange("student", (student) => app.set({ student, page: 0 }));
+  onChange("split", (split) => app.set({ split, image: 0, view: 0, page: 0 }));
+  onChange("view", (value) => app.set({ view: Number(value) }));
   $("image-back").addEventListener("click", () => gallery.next(-1));
   $("image-on").addEventListener("click", () => gallery.next(1));
   $("help-button").addEventListener("click", () => $("help").showModal());
@@ -363,22 +376,27 @@ function listen() {
     readAddress();
     await load(false);
   });
+  window.addEventListener("dragover", (event) => event.preventDefault());
+  window.addEventListener("drop", async (event) => {
+    event.preventDefault(); // else the browser leaves the page for the file
+    for (const file of event.dataTransfer.files) await app.add(file.name, file);
+  });
 }
 
 function fileName(ending) {
   const { image, layer, head, query } = app.state;
-  return `image${image}-block${layer}-head${head}-query${query}.${ending}`;
+  const name = app.own.header.title?.replace(/\.\w+$/, "") ?? `image${image}`;
+  return `${name}-block${layer}-head${head}-query${query}.${ending}`;
 }
 
 function saveJson() {
-  const { state, stored, own, compared } = app;
-  const text = JSON.stringify(asJson(state, own ?? stored, compared));
+  const text = JSON.stringify(asJson(app.state, app.own, app.compared));
   save(new Blob([text], { type: "application/json" }), fileName("json"));
 }
 
 function savePng() {
-  const text = `${$("title").textContent}. ${$("says").textContent}`;
-  const canvas = composed(stage.shown, text);
+  const where = `${$("title").textContent}. Block ${app.state.layer}, head ${app.state.head}.`;
+  const canvas = composed(stage.shown, `${where} ${$("says").textContent}`);
   canvas.toBlob((blob) => save(blob, fileName("png")));
 }
 
@@ -402,7 +420,8 @@ async function open() {
   $("student-choice").hidden = !about.students.length;
   $("view").max = about.views - 1;
   $("views").textContent = `of 0 to ${about.views - 1}`;
-  DEFAULTS.split = about.split;
+  $("adds").hidden = !about.adds;
+  Object.assign(DEFAULTS, about.start, { split: about.split });
   if (!about.stored) DEFAULTS.student = about.students[0] ?? "";
   readAddress();
   document.documentElement.dataset.theme = state.theme;

@@ -1,14 +1,14 @@
 // What is shown, as the numbers that `gaupipe inspect --json` prints.
 
-import { divergence } from "./rows.js";
+import { divergence } from "./maps.js";
 
 /** The weights as a list of h lists of w numbers. */
 export function asRows(weights, [h, w]) {
   return Array.from({ length: h }, (_, y) => Array.from(weights.subarray(y * w, (y + 1) * w)));
 }
 
-/** The object that `inspect --json` prints for what is shown. `maps` are the stored ones or, where
- * a student is shown, the student's, with those it is compared with in `teacher`. */
+/** The object that `inspect --json` prints for what is shown: `maps`, and those that a student's
+ * are compared with in `teacher`. */
 export function asJson(state, maps, teacher) {
   const { header } = maps;
   const { layer, head, query, direction } = state;
@@ -32,7 +32,7 @@ export function asJson(state, maps, teacher) {
     const whole = maps.whole(layer, head, query, direction);
     shown.extra = Object.fromEntries(maps.extra.map((name, p) => [name, whole[p]]));
   }
-  if (head === "gradient") shown.class = maps.relevance?.header.class;
+  if (head === "gradient") shown.class = maps.relevanceClass;
   if (header.no_teacher) shown.no_teacher = header.no_teacher;
   if (direction === "to") shown.direction = "to"; // inspect has no such map
   return shown;

@@ -8,12 +8,12 @@ const asked = (state, ...names) => new URLSearchParams(names.map((name) => [name
 class Server {
   offline = false;
 
-  async ask(path) {
+  async ask(path, options) {
     let answer;
     try {
-      answer = await fetch(path);
+      answer = await fetch(path, options);
     } catch {
-      throw new Error("The server does not answer. Is gaupipe view still running?");
+      throw Object.assign(new Error("The server does not answer."), { unreachable: true });
     }
     if (answer.ok) return answer;
     const { error } = await answer.json().catch(() => ({ error: `${path}: ${answer.status}` }));
@@ -43,11 +43,7 @@ class Server {
   }
 
   image(state) {
-    return this.message(`api/image/${state.image}?${asked(state, "view")}`);
-  }
-
-  student(state) {
-    return this.message(`api/student/${state.image}?${asked(state, "view", "split", "student")}`);
+    return this.message(`api/image/${state.image}?${asked(state, "view", "split", "student")}`);
   }
 
   relevance(state) {
@@ -56,8 +52,15 @@ class Server {
     return this.message(`api/relevance/${state.image}?class=${label}&${what}`);
   }
 
-  pixels(image, { view, split }) {
-    return `api/pixels/${this.token}/${image}.png?${asked({ view, split }, "view", "split")}`;
+  pixels({ image, view, split }, side = 1600) {
+    return `api/pixels/${this.token}/${image}?${asked({ view, split, side }, "view", "split", "side")}`;
+  }
+
+  /** The number of an image that is added: a file, or the name or path of one. */
+  async add(name, file) {
+    const options = { method: "POST", headers: { "X-Token": this.token }, body: file };
+    const answer = await this.ask(`api/images?${new URLSearchParams({ name })}`, options);
+    return (await answer.json()).image;
   }
 }
 
@@ -80,14 +83,15 @@ class Embedded {
   }
 
   /** The images that the page has. */
-  async gallery() {
+  async gallery({ student }) {
     const ids = Object.keys(this.page.images).map(Number);
-    const items = ids.map((id) => {
-      const { views, students } = this.found(id);
-      const first = views[0] ?? Object.values(students)[0][0];
-      const { label, predicted, probability, title } = unpack(decoded(first)).header;
-      return { id, label, predicted, probability, title };
-    });
+    const items = await Promise.all(
+      ids.map(async (id) => {
+        const { header } = await this.image({ image: id, view: 0, student });
+        const { label, predicted, probability, title } = header;
+        return { id, label, predicted, probability, title };
+      }),
+    );
     return { items, total: items.length, page: 0, size: items.length };
   }
 
@@ -98,20 +102,16 @@ class Embedded {
     throw new Error(`This page has only the images ${ids}, not image ${image}.`);
   }
 
-  async image({ image, view }) {
-    return unpack(decoded(this.found(image).views[view]));
-  }
-
-  async student({ image, view, student }) {
-    return unpack(decoded(named(this.found(image).students, student)[view]));
+  async image({ image, view, student }) {
+    return unpack(decoded(named(this.found(image).maps, student)[view]));
   }
 
   async relevance({ image, view, student }) {
     return unpack(decoded(named(this.found(image).relevance, student)[view]));
   }
 
-  pixels(image, { view }) {
-    return `data:image/png;base64,${this.found(image).pixels[view]}`;
+  pixels({ image, view }) {
+    return this.found(image).pixels[view];
   }
 }
 

@@ -1,7 +1,7 @@
-// The large picture: an image with the map of one head, beside it a student's.
+// The large picture: a photo with the map of one head, beside it a student's.
 
-import { $, largest } from "./dom.js";
-import { drawPicture, paintBar } from "./draw.js";
+import { $, extremes, make } from "./dom.js";
+import { aspect, drawPicture, paintBar, seenPart } from "./draw.js";
 
 export class Stage {
   constructor(app) {
@@ -19,40 +19,35 @@ export class Stage {
   build(names) {
     if (names.join() === this.names?.join()) return;
     this.names = names;
-    const figures = names.map((name) => {
-      const figure = document.createElement("figure");
-      const canvas = document.createElement("canvas");
-      canvas.tabIndex = 0;
-      canvas.setAttribute("role", "img");
-      const query = (event) => this.queryAt(canvas, event);
+    this.panes.style.setProperty("--panes", names.length);
+    const figures = names.map((name, place) => {
+      const canvas = make("canvas", { tabIndex: 0, role: "img" });
       canvas.addEventListener("pointermove", (event) => {
-        if (event.pointerType === "mouse") this.app.preview(query(event));
+        if (event.pointerType === "mouse") this.app.preview(this.queryAt(canvas, place, event));
       });
       canvas.addEventListener("pointerleave", () => this.app.preview(null));
       canvas.addEventListener("click", (event) => {
-        const clicked = query(event);
-        this.app.set({ query: clicked === this.app.state.query ? "mean" : clicked });
+        const clicked = this.queryAt(canvas, place, event);
+        if (clicked !== null) this.app.choosePatch(clicked);
       });
-      const caption = document.createElement("figcaption");
-      caption.hidden = names.length === 1;
-      figure.append(caption, canvas);
-      return figure;
+      return make("figure", {}, canvas, make("figcaption", {}));
     });
     this.panes.replaceChildren(...figures);
   }
 
-  queryAt(canvas, event) {
+  /** The patch at a pointer, or null outside the part that the model sees. */
+  queryAt(canvas, place, event) {
     const box = canvas.getBoundingClientRect();
     const [h, w] = this.app.maps.grid;
-    const within = (share, n) => Math.min(Math.max(Math.floor(share * n), 0), n - 1);
-    const x = within((event.clientX - box.left) / box.width, w);
-    const y = within((event.clientY - box.top) / box.height, h);
-    return y * w + x;
+    const [left, top, width, height] = seenPart(this.shown[place], [box.width, box.height]);
+    const x = Math.floor(((event.clientX - box.left - left) / width) * w);
+    const y = Math.floor(((event.clientY - box.top - top) / height) * h);
+    return x < 0 || y < 0 || x >= w || y >= h ? null : y * w + x;
   }
 
-  /** Shows panes, each with the name, the maps, the picture and whether its Gaussian is drawn. */
+  /** Shows panes, each with the name, the maps and the picture. */
   render(panes, query) {
-    const { layer, head, direction, opacity, ellipse, smooth } = this.app.state;
+    const { layer, head, direction, opacity, ellipse, smooth, floor } = this.app.state;
     this.build(panes.map((pane) => pane.name));
     this.shown = panes.map(({ name, maps, picture }) => {
       const there = maps.has(layer);
@@ -61,34 +56,36 @@ export class Stage {
         : new Float32Array(maps.tokens);
       const drawn = ellipse && there && direction === "from";
       const gaussian = drawn ? maps.gaussian(layer, head, query) : null;
-      const shown = { name, picture, weights, grid: maps.grid, opacity, query, direction };
-      return { ...shown, gaussian, there, smooth };
+      const { grid } = maps;
+      const crop = maps.header.crop;
+      return { name, picture, crop, weights, grid, opacity, query, gaussian, there, smooth };
     });
-    const tops = this.shown.map(({ weights }) => largest(weights));
-    const most = Math.max(...tops);
-    this.shown.forEach((pane, place) => {
-      pane.top = most || 1;
-      const caption = this.panes.children[place].querySelector("figcaption");
-      const here = pane.there ? `up to ${tops[place].toPrecision(3)}` : "no map stored for this block";
-      caption.textContent = `${pane.name}, ${here}`;
-    });
+    const ranges = this.shown.map(({ weights }) => extremes(weights));
+    const least = floor === "least" ? Math.min(...ranges.map(([low]) => low)) : 0;
+    const most = Math.max(...ranges.map(([, top]) => top));
+    for (const pane of this.shown) pane.range = [least, most || 1];
+    $("least").textContent = least ? least.toPrecision(3) : "0";
     $("most").textContent = most.toPrecision(3);
     this.draw();
   }
 
   draw() {
     this.shown.forEach((seen, place) => {
-      const canvas = this.panes.children[place]?.querySelector("canvas");
+      const figure = this.panes.children[place];
+      const canvas = figure?.firstChild;
       if (!canvas) return;
-      const [h, w] = seen.grid;
-      canvas.style.aspectRatio = `${w} / ${h}`;
+      const high = aspect(seen);
+      figure.style.setProperty("--aspect", 1 / high);
+      canvas.style.aspectRatio = `${1 / high}`;
       const sharp = Math.min(window.devicePixelRatio || 1, 3);
       const width = Math.round(canvas.clientWidth * sharp);
-      const height = Math.round((width * h) / w);
+      const height = Math.round(width * high);
       if (!width) return;
       if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
       drawPicture(canvas.getContext("2d"), [width, height], seen);
-      canvas.setAttribute("aria-label", this.app.says(seen));
+      const said = this.app.says(seen);
+      canvas.setAttribute("aria-label", said);
+      figure.lastChild.textContent = said;
     });
   }
 }

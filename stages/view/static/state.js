@@ -4,15 +4,16 @@ export const DEFAULTS = {
   split: "", // whose images: "train", "val" or "test"; "" is the page's first
   image: 0,
   view: 0,
-  layer: 0,
+  layer: 0, // with head and query as the server says what to open with
   head: "mean", // a number, "mean", "rollout" or "gradient"
   query: "mean", // a number, "mean", or "x0" for the class token, "x1", ... for registers
   direction: "from", // "from": what the query reads; "to": which queries read this key
   student: "",
   explain: -1, // the class that "gradient" explains; -1 is the predicted one
   show: "student", // whose maps the grid of heads shows, beside a student
-  opacity: 0.6,
+  opacity: 0.5,
   smooth: 0,
+  floor: "zero", // or "least": where the colours begin
   scale: "own", // or "one": one colour scale for all heads
   ellipse: 1,
   order: "id",
@@ -27,6 +28,7 @@ const WORDS = {
   query: ["mean"],
   direction: ["from", "to"],
   show: ["student", "teacher"],
+  floor: ["zero", "least"],
   scale: ["own", "one"],
   order: ["id", "wrong", "sure", "unsure"],
   theme: ["auto", "light", "dark"],
@@ -63,9 +65,13 @@ export function fitState(state, about, maps) {
   state.layer = within(state.layer, maps.layers);
   if (typeof state.head === "number") state.head = within(state.head, maps.heads);
   if (typeof state.query === "number") state.query = within(state.query, maps.tokens);
-  else if (state.query !== "mean" && !(maps.row(state.query) < maps.extra.length)) state.query = "mean";
+  const isToken = (query) => typeof query === "string" && maps.row(query) < maps.extra.length;
+  for (const query of [DEFAULTS.query, "mean"]) {
+    const known = typeof state.query === "number" || state.query === "mean" || isToken(state.query);
+    if (!known) state.query = query;
+  }
   if (state.query === "mean") state.direction = "from";
-  if (state.head === "gradient" && !maps.header.explains) state.head = "mean";
+  if (!maps.columns.includes(state.head)) state.head = "mean";
   state.opacity = Math.min(Math.max(state.opacity, 0), 1);
   return state;
 }

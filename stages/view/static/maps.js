@@ -1,0 +1,104 @@
+// The maps of one image, as the server computes them: for each block those of its heads, their mean
+// and the rollout. A map has N x N weights, row by row: row q says how much query q reads from each
+// key. Class and register tokens come first, then the patches of a grid of h x w, row by row.
+
+export class Maps {
+  constructor(header, maps, gaussians) {
+    Object.assign(this, { header, gaussians });
+    this.values = maps.values;
+    this.layers = header.layers;
+    this.heads = header.heads;
+    this.grid = header.grid;
+    this.tokens = header.grid[0] * header.grid[1];
+    this.size = maps.shape[2]; // of a row
+    this.extra = header.extra.slice(0, this.size - this.tokens); // names of the first tokens
+    this.columns = [...Array(this.heads).keys(), "mean", "rollout"];
+    if (header.explains) this.columns.push("gradient");
+    this.relevance = null; // for the "gradient" of a class, which the server computes on its own
+  }
+
+  /** The row of a query: a number of a patch, or "x0", "x1", ... of a class or register token. */
+  row(query) {
+    return typeof query === "number" ? this.extra.length + query : Number(query.slice(1));
+  }
+
+  /** Whether a block has maps. */
+  has() {
+    return true;
+  }
+
+  /** A map [N * N] of one head, of their "mean", the "rollout" up to a block, or the rollout weighted
+   * by the "gradient" of a class; null where it is not known yet. */
+  map(layer, head) {
+    const length = this.size ** 2;
+    if (head === "gradient") {
+      return this.relevance?.values.subarray(layer * length, (layer + 1) * length) ?? null;
+    }
+    const place = layer * (this.heads + 2) + this.columns.indexOf(head);
+    return this.values.subarray(place * length, (place + 1) * length);
+  }
+
+  /** The weights of all tokens [N]: what a query reads from each key or, in the direction "to", what
+   * each query reads from a key. Without a query: what each key gets on average from patches. */
+  whole(layer, head, query, direction) {
+    const map = this.map(layer, head);
+    const { size, extra } = this;
+    if (!map) return new Float32Array(size);
+    if (query === "mean") {
+      const sums = new Float64Array(size);
+      for (let i = extra.length * size; i < map.length; i++) sums[i % size] += map[i];
+      return Float32Array.from(sums, (sum) => sum / this.tokens);
+    }
+    const row = this.row(query);
+    if (direction === "from") return map.subarray(row * size, (row + 1) * size);
+    return Float32Array.from({ length: size }, (_, q) => map[q * size + row]);
+  }
+
+  /** The weights [T] of the patches. */
+  weights(layer, head, query, direction) {
+    return this.whole(layer, head, query, direction).subarray(this.extra.length);
+  }
+
+  /** A number of a head (stages/look/measures.py); null where it is not known. */
+  number(name, layer, head) {
+    return this.header.numbers[name]?.[layer]?.[head] ?? null;
+  }
+
+  /** The Gaussian of a query, [mean_x, mean_y, std_x, std_y]; null where there is none. */
+  gaussian(layer, head, query) {
+    if (!this.gaussians || typeof head !== "number" || typeof query !== "number") return null;
+    const r = (layer * this.heads + head) * this.tokens + query;
+    return Array.from(this.gaussians.values.subarray(4 * r, 4 * r + 4));
+  }
+}
+
+/** The stored maps that a student is compared with, block by block of the student. */
+export class ComparedMaps extends Maps {
+  constructor(header, teacher) {
+    super({ ...header, explains: false, numbers: {} }, teacher);
+  }
+
+  has(layer) {
+    return this.header.compared[layer];
+  }
+}
+
+const TINY = 1.1754943508222875e-38;
+
+/** KL of own rows from the teacher's, teacher first, in nats: mean over the heads and queries that
+ * are chosen, each a number or "mean". */
+export function divergence(own, teacher, layer, head, query) {
+  if (!teacher?.has(layer) || head === "rollout" || head === "gradient") return null;
+  const heads = head === "mean" ? [...Array(own.heads).keys()] : [head];
+  const size = own.tokens;
+  const [first, last] = query === "mean" ? [0, size] : [query, query + 1];
+  let sum = 0;
+  for (const one of heads) {
+    const p = teacher.map(layer, one);
+    const q = own.map(layer, one);
+    for (let i = first * size; i < last * size; i++) {
+      sum += p[i] * (Math.log(Math.max(p[i], TINY)) - Math.log(Math.max(q[i], TINY)));
+    }
+  }
+  return sum / heads.length / (last - first);
+}

@@ -1,0 +1,290 @@
+"""`gaupipe view` over photos: the photo as it is, photos that are added, names of classes, numbers
+of heads, and `gaupipe.show`."""
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from io import BytesIO
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import gaupipe
+from arguments import unpacked
+from gaupipe.data.prepared import PreparedImages
+from gaupipe.distillation.files import open_model
+from gaupipe.models import save_student
+from gaupipe.system.errors import UserError
+from gaupipe.vit.saving import class_names
+from stages.look import picture
+from stages.look.measures import numbers, with_mean_and_rollout
+from stages.view.serve import model_viewer, open_viewer
+from test_capture import randomised
+from test_view import get, serving
+from test_view_browser import CHROMIUM, Page, browser  # noqa: F401  (a fixture)
+
+SIZES = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+
+
+def ramps(width: int, height: int) -> Image.Image:
+    """Red grows from left to right, green from top to bottom."""
+    red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return Image.fromarray(np.stack([red, green, 0 * red], -1).round().astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A wide photo and a high one, and a model."""
+    folder = tmp_path_factory.mktemp("photos")
+    (folder / "photos").mkdir()
+    ramps(300, 160).save(folder / "photos" / "wide.png")
+    ramps(90, 200).save(folder / "photos" / "high.png")
+    torch.manual_seed(0)
+    model = randomised(timm.create_model("vit_tiny_patch16_224", **SIZES))
+    save_student(model, folder / "model", mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.8)
+    return folder
+
+
+@pytest.fixture
+def viewer(folder):
+    job, note = open_model(str(folder / "model"), [folder / "photos"], to_look=True)
+    return model_viewer(job, note)
+
+
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("size", [(300, 160), (90, 200), (64, 64)])
+def test_the_part_of_a_photo_is_what_the_model_gets(tmp_path, mode, size):
+    """A ramp's colours at the borders of what timm's transform keeps say where these lie."""
+    ramps(*size).save(tmp_path / "photo.png")
+    transform = {"input_size": (3, 48, 48), "crop_pct": 0.8, "crop_mode": mode}
+    source = PreparedImages([tmp_path / "photo.png"], transform)
+    (kept,), _ = source.__getitems__([0])
+    left, top, right, bottom = source.crop(*size)
+    half = 0.5 * (right - left) / 48, 0.5 * (bottom - top) / 48  # a pixel's middle
+    across = kept[0, 24].float() / 255
+    down = kept[1, :, 24].float() / 255
+    pixel = max(right - left, bottom - top) / 48  # timm rounds where it cuts
+    inside = slice(12, 36)  # with the mode border the outermost pixels are not of the photo
+    places = torch.linspace(left + half[0], right - half[0], 48)
+    np.testing.assert_allclose(across[inside], places[inside], atol=0.75 * pixel)
+    places = torch.linspace(top + half[1], bottom - half[1], 48)
+    np.testing.assert_allclose(down[inside], places[inside], atol=0.75 * pixel)
+
+
+def test_the_photo_has_all_its_pixels_and_its_name(viewer):
+    header, _ = unpacked(viewer.image(1), "maps")
+    assert header["title"] == "wide.png"
+    across, down = 0.5 * 32 / 40 * 160 / 300, 0.5 * 32 / 40
+    np.testing.assert_allclose(
+        header["crop"], [0.5 - across, 0.5 - down, 0.5 + across, 0.5 + down], atol=1e-9
+    )
+    with serving(viewer) as address:
+        for side, size in ((1600, (300, 160)), (100, (100, 53))):
+            code, content, headers = get(f"{address}/api/pixels/x/1?side={side}")
+            assert code == 200 and headers["content-type"] == "image/jpeg"
+            path = viewer.data.train.path(1)
+            with Image.open(BytesIO(content)) as shown, Image.open(path) as file:
+                assert shown.size == size
+                expected = np.asarray(file.convert("RGB").resize(size), float)
+                assert np.abs(np.asarray(shown, float) - expected).mean() < 3
+
+
+def post(address: str, token: str, name: str, content: bytes = b"") -> tuple[int, dict]:
+    url = f"{address}/api/images?{urllib.parse.urlencode({'name': name})}"
+    request = urllib.request.Request(url, content, {"X-Token": token}, method="POST")
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_photos_are_added_while_it_runs(viewer, folder, tmp_path):
+    ramps(50, 60).save(tmp_path / "new.png")
+    content = (tmp_path / "new.png").read_bytes()
+    before = unpacked(viewer.image(0), "maps")[1]
+    with serving(viewer) as address:
+        assert post(address, viewer.token, "wide.png") == (200, {"image": 1})
+        assert post(address, viewer.token, str(folder / "photos" / "high.png"))[1]["image"] == 0
+        assert post(address, viewer.token, str(tmp_path / "new.png")) == (200, {"image": 2})
+        assert post(address, viewer.token, "../dropped.png", content) == (200, {"image": 3})
+        for token, name, body, message in (
+            ("0" * 12, "wide.png", b"", "only the page itself"),
+            (viewer.token, "wide.jpg", b"", "neither the name of an image here, nor the path"),
+            (viewer.token, "text.png", b"no image", "not readable"),
+        ):
+            code, answer = post(address, token, name, body)
+            assert code == 404 and message in answer["error"]
+        items = json.loads(get(f"{address}/api/gallery")[1])["items"]
+    names = ["high.png", "wide.png", "new.png", "dropped.png"]
+    assert [item["title"] for item in items] == names
+    np.testing.assert_array_equal(unpacked(viewer.image(0), "maps")[1], before)
+    first, second = (unpacked(viewer.image(image), "maps")[1] for image in (2, 3))
+    np.testing.assert_array_equal(first, second)
+    assert not np.array_equal(first, before)
+
+
+def test_images_of_a_run_cannot_be_added_to(small_run, tmp_path):
+    ramps(50, 60).save(tmp_path / "new.png")
+    viewer = open_viewer(None, small_run)
+    viewer.load_images()
+    with pytest.raises(UserError, match="gaupipe view --model"):
+        viewer.find(str(tmp_path / "new.png"))
+
+
+def test_it_opens_on_the_gradient_for_the_class_token_or_on_what_there_is(viewer, folder, tmp_path):
+    assert viewer.about()["start"] == {"layer": 1, "head": "gradient", "query": "x0"}
+    pooled = timm.create_model(
+        "vit_tiny_patch16_224", **SIZES | dict(num_classes=0), class_token=False, global_pool="avg"
+    )
+    save_student(pooled, tmp_path / "pooled", mean=(0.5,) * 3, std=(0.5,) * 3)
+    job, _ = open_model(str(tmp_path / "pooled"), [folder / "photos"], to_look=True)
+    start = model_viewer(job).about()["start"]
+    assert start == {"layer": 1, "head": "mean", "query": 2 * 4 + 2}  # the patch in the middle
+
+
+def test_classes_of_imagenet_have_their_names():
+    config = {"tag": "fb_in1k", "num_classes": 1000}
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, pretrained_cfg_overlay=config)
+    names = class_names(model, 1000)
+    assert names[698] == "palace" and names[0] == "tench, Tinca tinca"
+    model.pretrained_cfg["label_names"] = [f"mine {n}" for n in range(1000)]
+    assert class_names(model, 1000)[698] == "mine 698"
+    del model.pretrained_cfg["label_names"], model.pretrained_cfg["tag"]
+    assert class_names(model, 1000)[698] == "698"  # 1,000 classes of somebody's own
+
+
+def test_a_head_that_reads_a_token_without_a_value_does_nothing():
+    """Grid 2 x 2 and a class token; numbers by hand."""
+    even = torch.full((5, 5), 0.2)
+    sink = torch.full((5, 5), 0.1)
+    sink[:, 0] = 0.6
+    maps = torch.stack([even, sink, sink])[None]
+    values = torch.ones(1, 3, 5)
+    values[0, 1, 0] = 0.1
+    found = numbers(maps, (2, 2), values)
+    np.testing.assert_allclose(found["share"], [[0.2, 0.6, 0.6]], atol=1e-6)
+    np.testing.assert_allclose(found["value"], [[1, 0.1 / (4.1 / 5), 1]], atol=1e-6)
+    assert found["idle"].tolist() == [[False, True, False]]
+    np.testing.assert_allclose(found["entropy"][0, 0], np.log(5), atol=1e-6)
+    corner = (0 + 1 + 1 + 2**0.5) / 4  # every patch of 2 x 2 is a corner
+    np.testing.assert_allclose(found["distance"], [[corner] * 3], atol=1e-6)
+    assert "idle" not in numbers(maps, (2, 2), None)
+
+
+def test_lengths_of_values_are_those_of_the_model(viewer, folder):
+    """By a hook on the layer that makes queries, keys and values."""
+    live = viewer.model("")
+    made = []
+    hook = live.model.blocks[1].attn.qkv.register_forward_hook(
+        lambda _module, _inputs, output: made.append(output)
+    )
+    seen = live.see(1)
+    hook.remove()
+    value = made[0][0].unflatten(-1, (3, 2, -1))[:, 2]  # [N, H, width of a head]
+    np.testing.assert_allclose(seen.values[1], value.norm(dim=-1).T, rtol=1e-5)
+
+
+def test_mean_and_rollout_stand_beside_the_heads():
+    torch.manual_seed(0)
+    first, second = torch.rand(2, 2, 3, 3).softmax(-1)
+    columns = with_mean_and_rollout([first, None, second])
+    np.testing.assert_array_equal(columns[2, :2], second)
+    np.testing.assert_allclose(columns[0, 2], (first[0] + first[1]) / 2)
+    np.testing.assert_allclose(columns[0, 3], (columns[0, 2] + torch.eye(3)) / 2)
+    np.testing.assert_allclose(columns[2, 3], (columns[2, 2] + torch.eye(3)) / 2)  # begun anew
+    assert not columns[1].any()
+
+
+def test_a_picture_has_the_map_over_the_part_that_the_model_sees():
+    grey = Image.new("RGB", (200, 100), (128, 128, 128))
+    weights = np.array([[0.0, 1.0], [0.5, 0.0]])
+    sheet = picture.draw(grey, (0.25, 0.0, 0.75, 1.0), {"one": weights}, 2, "a title")
+    pane = np.asarray(sheet)[40:280, 2 * 24 + 480 :][:, :480].astype(int)
+    assert pane.shape == (240, 480, 3)
+    *yellow, opaque = (int(part) for part in picture.colours()[255])
+    mixed = (np.array(yellow) * opaque + 128 * (255 - opaque)) / 255
+    np.testing.assert_allclose(pane[60, 300], mixed, atol=1)  # the second weight of the first row
+    np.testing.assert_array_equal(pane[60, 180], [128] * 3)  # no attention: the photo
+    np.testing.assert_array_equal(pane[60, 60], [128] * 3)  # outside of the part
+    assert tuple(pane[121, 180]) == picture.MARK  # the upper edge of patch 2
+
+
+@needs_chromium
+def test_the_page_paints_with_the_same_colours(viewer, browser):  # noqa: F811
+    with serving(viewer) as address:
+        page = Page(browser, address)
+        page.open("image=1&head=0&query=5")
+        painted = page.page.evaluate(
+            """async () => {
+              const { paint } = await import("/draw.js");
+              const canvas = document.createElement("canvas");
+              paint(canvas, [0, 0.25, 1], [1, 3], [0, 1], 1);
+              return [...canvas.getContext("2d").getImageData(0, 0, 3, 1).data];
+            }"""
+        )
+        expected = picture.colours()[[0, 64, 255], :3]
+        np.testing.assert_array_equal(np.reshape(painted, (3, 4))[:, :3], expected)
+        assert page.text("#title") == "wide.png" and not page.complaints
+        page.page.close()
+
+
+@needs_chromium
+def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, browser, tmp_path):  # noqa: F811
+    ramps(120, 70).save(tmp_path / "other.png")
+    with serving(viewer) as address:
+        page = Page(browser, address)
+        page.open()
+        assert page.text("#title") == "high.png"
+        for asked, title in (("wide.png", "wide.png"), (tmp_path / "other.png", "other.png")):
+            page.page.fill("#go-to", str(asked))
+            page.page.press("#go-to", "Enter")
+            page.page.wait_for_selector(f"h2:has-text('{title}')")
+        page.page.evaluate(
+            """async () => {
+              const blob = await (await fetch("/api/pixels/x/1")).blob();
+              const data = new DataTransfer();
+              data.items.add(new File([blob], "dropped.jpg"));
+              window.dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+            }"""
+        )
+        page.page.wait_for_selector("h2:has-text('dropped.jpg')")
+        assert page.page.locator(".thumb").count() == 4
+        assert page.saved("#png").startswith(b"\x89PNG")
+        page.page.fill("#go-to", "nothing.png")
+        page.page.press("#go-to", "Enter")
+        page.page.wait_for_selector("#banner:has-text('nothing.png: neither')")
+        assert page.page.is_visible("#panes canvas")
+        assert all("404" in complaint for complaint in page.complaints)
+        page.page.close()
+
+
+@needs_chromium
+def test_a_notebook_shows_the_page(browser, folder, tmp_path):  # noqa: F811
+    model = randomised(timm.create_model("vit_tiny_patch16_224", **SIZES)).train()
+    images = [folder / "photos" / "wide.png", ramps(80, 50), np.asarray(ramps(40, 40))]
+    shown = gaupipe.show(model, images, height=700)
+    assert model.training and all(part.requires_grad for part in model.parameters())
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><p>Out[1]</p>{shown._repr_html_()}")
+    page = Page(browser, "")
+    page.page.goto((tmp_path / "notebook.html").as_uri())
+    frame = page.page.frame_locator("iframe")
+    frame.locator("html[data-ready]").wait_for()
+    assert (
+        frame.locator(".thumb").count() == 3 and frame.locator("#title").inner_text() == "wide.png"
+    )
+    frame.locator(".thumb").nth(1).click()
+    frame.locator("h2:has-text('image 1.png')").wait_for()
+    frame.locator(".cell").first.click()
+    assert "block 0, head 0" in frame.locator("#facts").inner_text()
+    assert page.complaints == []
+    page.page.close()
+    shown.save(tmp_path / "saved.html")
+    assert (tmp_path / "saved.html").read_text() == shown.page
+    with pytest.raises(UserError, match="no such file"):
+        gaupipe.show(model, tmp_path / "absent.png")
