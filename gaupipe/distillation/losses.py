@@ -238,10 +238,12 @@ class FeatureLoss:
         """
         attention = self.attentions[layer]
         hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
-        of_patches = [x[..., self.prefix :, :] for x in (q, k, v)]
-        heads, log_normaliser = attention_with_normaliser(*of_patches, hidden, attention.scale)
-        pulled, entropy = _MapTimesKeys.apply(teacher.remade(layer, hidden), of_patches[1])
-        towards = attention.scale * (of_patches[0].float() * pulled.float()).sum(-1)  # [B, H, T]
+        queries, keys, values = (x[..., self.prefix :, :] for x in (q, k, v))
+        heads, log_normaliser = attention_with_normaliser(
+            queries, keys, values, hidden, attention.scale
+        )
+        pulled, entropy = _MapTimesKeys.apply(teacher.remade(layer, hidden), keys)
+        towards = attention.scale * (queries.float() * pulled.float()).sum(-1)  # [B, H, T]
         divergence = (log_normaliser - towards - entropy).mean()
         if self.prefix:
             heads = self._with_prefix(attention, q, k, v, heads, log_normaliser)
