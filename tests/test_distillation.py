@@ -117,6 +117,33 @@ PREFIXES = {
 }
 
 
+@pytest.mark.parametrize("score", [-40.0, 0.0, 40.0])
+def test_a_class_token_that_takes_all_or_nothing_leaves_heads_and_divergence_exact(score):
+    """Against explicit attention in float64; ``score`` is what all queries give the class token."""
+    loss = FeatureLoss(student(**PREFIXES["class token"]))
+    assert loss.fused
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(B, H, 17, 8, generator=generator) for _ in range(3))
+    q[..., 0], k[..., 0] = 8**0.5, 0.0
+    k[..., 0, :] = 0.0
+    k[..., 0, 0] = score
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    heads, divergence_of_block = loss.compare_fused(0, *leaves, teacher_maps(gaussians()))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = exact[0] @ exact[1].mT * 8**-0.5
+    expected = scores.softmax(-1) @ exact[2]
+    rows = scores[..., 1:, 1:].log_softmax(-1)
+    target = expected_map(gaussians()[:, 0], GRID).double()
+    of_block = feature_loss(rows, target)
+    torch.testing.assert_close(heads.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(divergence_of_block.double(), of_block, rtol=1e-4, atol=1e-5)
+    along = torch.randn(expected.shape, generator=generator)
+    ((heads * along).sum() + divergence_of_block).backward()
+    ((expected * along).sum() + of_block).backward()
+    for mine, theirs in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("tokens", PREFIXES)
 @pytest.mark.parametrize("attention", comparing())
 def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tokens):

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import gaupipe
 from gaupipe.attention.base import StudentAttention
 from gaupipe.distillation.local import LocalMaps, local_maps, wrong_places
-from gaupipe.distillation.losses import FeatureLoss, TeacherMaps
+from gaupipe.distillation.losses import ConstantMaps, FeatureLoss, TeacherMaps
 from gaupipe.distillation.store_choice import MapShape
 from gaupipe.maps.gaussians import local_map
 from gaupipe.models import forward_with_maps
@@ -105,7 +105,8 @@ def test_loss_and_gradients_are_those_of_the_definition(attention, options, grid
     truth = gradients(model, cross_entropy(logits, labels) + expected)
 
     maps = LocalMaps(MapShape.of(model), STDS)
-    teacher = TeacherMaps(maps, [0, 1], grid, heads=heads)
+    teacher = ConstantMaps(maps, [0, 1], grid, heads=heads)
+    FeatureLoss(model)(images[:1], teacher)  # makes the maps, which then are kept
     logits, loss = FeatureLoss(model)(images, teacher)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-5)
     ours = gradients(model, cross_entropy(logits, labels) + loss)

@@ -72,17 +72,30 @@ def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
     torch.testing.assert_close(per_image_gradient(parameters, scale), alone.grad)
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_loss_that_is_not_finite_stops_with_one_line(step):
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_loss_that_is_not_finite_is_said_with_its_step_before_a_checkpoint(step):
     state = make()
     update = Update(state, steps=2)
-    for _ in range(step - 1):
-        update(loss_of(state.modules, torch.ones(1, 3)))
-    before = [parameter.clone() for parameter in state.modules.parameters()]
-    where = f"the loss is nan in epoch 1, step {step} of 2"
+    epoch, within = divmod(step - 1, 2)
+    where = f"the loss is nan in epoch {epoch + 1}, step {within + 1} of 2"
+    for number in range(1, step + 3):
+        value = torch.nan if number == step else 1.0
+        update(loss_of(state.modules, torch.full((1, 3), value)))
     with pytest.raises(UserError, match=f"{where}.*lower optim.lr.*model.init_std"):
-        update(loss_of(state.modules, torch.full((1, 3), torch.nan)))
-    assert all(map(torch.equal, before, state.modules.parameters()))
+        update.check()
+
+
+def test_a_loss_that_is_not_finite_ends_a_long_epoch_within_fifty_batches():
+    state = make()
+    update = Update(state, steps=1000)
+
+    def train(steps: int, value: float) -> None:
+        for _ in range(steps):
+            update(loss_of(state.modules, torch.full((1, 3), value)))
+
+    train(60, 1.0)
+    with pytest.raises(UserError, match="the loss is nan in epoch 1, step 61 of 1000"):
+        train(50, torch.nan)
 
 
 @pytest.mark.parametrize("attention", ["belief2", "gaussian", "standard"])

@@ -96,7 +96,8 @@ class GaussianAttention(StudentAttention):
         v = self.values(x)
         B, H, T, d_m = v.shape
         planes = at_least_float32(v).transpose(2, 3).reshape(B * H, d_m, *grid)
-        places = points.reshape(B * H, T, 1, 2).to(planes.dtype)
+        # what is not a number, in a training that has diverged, would be read out of bounds
+        places = points.reshape(B * H, T, 1, 2).to(planes.dtype).nan_to_num()
         values = F.grid_sample(planes, places, "bilinear", "border", True)  # [B * H, d_m, T, 1]
         return self.output(values.view(B, H, d_m, T).transpose(2, 3).to(v.dtype), v, x)
 

@@ -17,7 +17,7 @@ from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.kinds import Grid, StoredGaussians, of_heads
-from gaupipe.distillation.losses import TeacherMaps
+from gaupipe.distillation.losses import ConstantMaps, TeacherMaps
 from gaupipe.distillation.store_choice import MapShape
 from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.maps.gaussians import Geometry, local_axes
@@ -129,9 +129,12 @@ class LocalPhaseB(PhaseB):
         return [f"the teacher local has {maps}; it predicts nothing, so phase_b.alpha is 0"]
 
     def teacher_maps(self, batch: Batch) -> TeacherMaps:
-        return TeacherMaps(
-            self.maps, self.layers, self.maps.grid, heads=self.settings.phase_b.head_map
-        )
+        return self.constant_maps
+
+    @cached_property
+    def constant_maps(self) -> ConstantMaps:
+        heads = self.settings.phase_b.head_map
+        return ConstantMaps(self.maps, self.layers, self.maps.grid, heads)
 
     @cached_property
     def layers(self) -> list[int | None]:

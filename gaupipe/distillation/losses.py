@@ -18,6 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gaupipe.attention.base import fused_attention
 from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.augment import Mix, mixed_map
@@ -146,6 +147,21 @@ class TeacherMaps:
         return self.layers[layer], heads, self.geometry, new_grid
 
 
+@dataclass
+class ConstantMaps(TeacherMaps):
+    """Maps that are the same for all images and blocks, whatever the batch: made once and kept."""
+
+    def __post_init__(self) -> None:
+        self._made: dict[bool, tuple[Tensor, Tensor]] = {}
+
+    def remade(self, layer: int, hidden: Tensor | None) -> Remade:
+        """As the base. All blocks of a student hide the same keys."""
+        key = hidden is None
+        if key not in self._made:
+            self._made[key] = super().remade(layer, hidden)()
+        return lambda: self._made[key]
+
+
 class FeatureLoss:
     """The pass of ``student(images)`` with L_feat: (logits [B, C], the sum over blocks of the
     divergence of their rows from the teacher's).
@@ -153,8 +169,9 @@ class FeatureLoss:
     Updates come from the fused kernel of plain training, and no T x T map is kept for the backward
     pass. Where the attention hides the diagonal, the teacher's rows are renormalised without it.
     Of a student with class and register tokens the rows of patches over patches are compared,
-    renormalised (:func:`patch_map`). ``compiled`` says that torch.compile will be at work. Raises
-    UserError for a student without attention maps.
+    renormalised (:func:`patch_map`). Dropout of attention, a temperature and the other direction
+    need the student's map, a block at a time. ``compiled`` says that torch.compile will be at work.
+    Raises UserError for a student without attention maps.
     """
 
     def __init__(
@@ -172,7 +189,7 @@ class FeatureLoss:
         self.patches: int = student.patch_embed.num_patches
         self.fused = (
             (temperature, direction) == (1.0, "teacher_student")
-            and not (self.prefix or first.attn_drop.p)
+            and not first.attn_drop.p
             and self.patches > 1
             and has_normaliser_kernel(first.proj.weight.device, compiled)
         )
@@ -221,10 +238,35 @@ class FeatureLoss:
         """
         attention = self.attentions[layer]
         hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
-        heads, log_normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
-        pulled, entropy = _MapTimesKeys.apply(teacher.remade(layer, hidden), k)
-        towards = attention.scale * (q.float() * pulled.float()).sum(-1)  # [B, H, T]
-        return heads, (log_normaliser - towards - entropy).mean()
+        queries, keys, values = (x[..., self.prefix :, :] for x in (q, k, v))
+        heads, log_normaliser = attention_with_normaliser(
+            queries, keys, values, hidden, attention.scale
+        )
+        pulled, entropy = _MapTimesKeys.apply(teacher.remade(layer, hidden), keys)
+        towards = attention.scale * (queries.float() * pulled.float()).sum(-1)  # [B, H, T]
+        divergence = (log_normaliser - towards - entropy).mean()
+        if self.prefix:
+            heads = self._with_prefix(attention, q, k, v, heads, log_normaliser)
+        return heads, divergence
+
+    def _with_prefix(
+        self, attention: Any, q: Tensor, k: Tensor, v: Tensor, heads: Tensor, normaliser: Tensor
+    ) -> Tensor:
+        """The heads [B, H, P + T, d_m] over all keys, from those of patches over patches [B, H, T,
+        d_m] and the log-normalisers [B, H, T] of these.
+
+        A softmax over the normaliser and the scores of the P tokens in front weighs what patches
+        see in patches against what they see in those tokens: no difference of near numbers.
+        """
+        prefix, tokens = self.prefix, q.shape[-2]
+        hidden = attention.hidden_keys(tokens, q.device)  # [P + T, P + T]
+        visible = None if hidden is None else ~hidden[:prefix]
+        front = fused_attention(q[..., :prefix, :], k, v, visible, 0.0, False, attention.scale)
+        scores = attention.scale * (q[..., prefix:, :] @ k[..., :prefix, :].mT)  # [B, H, T, P]
+        weights = torch.cat([normaliser.unsqueeze(-1), scores.to(normaliser.dtype)], dim=-1)
+        weights = weights.softmax(-1).to(v.dtype)
+        seen = weights[..., :1] * heads + weights[..., 1:] @ v[..., :prefix, :]
+        return torch.cat([front, seen.to(front.dtype)], dim=-2)
 
 
 def check_maps(student: VisionTransformer) -> None:

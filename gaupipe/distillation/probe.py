@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss
 from torch import Tensor
 
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
+
+if TYPE_CHECKING:
+    from sklearn.linear_model import LogisticRegression
 
 FOLDS = 5
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -111,6 +111,8 @@ def fitted(
 ) -> Probe:
     """The probe of training images by their ``features`` [N, D] and ``labels`` [N]. The
     regularisation is that with the least cross-entropy out of fold."""
+    from sklearn.metrics import log_loss
+
     folds = stratified(labels, seed)
     mean, std = features.mean(0), features.std(0)
     std[std == 0] = 1  # a feature that is the same for all images
@@ -151,6 +153,10 @@ def stratified(labels: np.ndarray, seed: int) -> np.ndarray:
 
 
 def regression(features: np.ndarray, labels: np.ndarray, strength: float) -> LogisticRegression:
+    # only where a probe is fitted: scikit-learn takes most of a second of every start
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # close enough to compare strengths
         return LogisticRegression(C=strength, max_iter=MOST_ITERATIONS).fit(features, labels)

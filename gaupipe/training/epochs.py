@@ -169,7 +169,9 @@ class Epoch:
         self._seed()
 
     def means(self) -> dict[str, float]:
-        """The mean of each loss over the images of all ranks. The time of training ends here."""
+        """The mean of each loss over the images of all ranks. The time of training ends here.
+        Raises ErrorOnAllRanks for a loss that is not finite."""
+        self.loop.update.check()
         if distributed.world_size() > 1:
             self.images = int(distributed.all_reduce_sum(torch.tensor(self.images)))
             sums = torch.stack([*self.sums.values()])
@@ -197,6 +199,7 @@ class Epoch:
 
     def _save(self) -> None:
         """Writes a checkpoint. The time that this takes does not count."""
+        self.loop.update.check()
         began, processor_began = time.monotonic(), time.process_time()
         update = self.loop.update
         generators = {name: one.get_state() for name, one in self._generators.items()}

@@ -44,7 +44,9 @@ def hard_loss(
     """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), or with the probabilities that
     ``mixed`` makes of them; optionally smoothed."""
     if mixed is not None:
-        labels = mixed_targets(F.one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
+        # F.one_hot would look at the labels on the host
+        one_hot = torch.zeros_like(logits).scatter_(1, labels[:, None], 1.0)
+        labels = mixed_targets(one_hot, mixed)
     return F.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gaupipe.system import distributed
 from gaupipe.system.signals import Pauses
 from gaupipe.training.state import TrainingState
+
+CHECK_EVERY = 50
+"""Batches after which their losses are read: to read a number of a GPU is to wait for it, and a
+loss that is read at every step stops a GPU between all of them."""
 
 
 class Update:
@@ -28,6 +33,8 @@ class Update:
         """True if the network made a step after the last batch."""
         self.grad_norm: Tensor | None = None
         """The norm of the gradient in the last step, before it was clipped."""
+        self.unchecked: list[tuple[Tensor, float]] = []
+        """The loss and the learning rate of each batch since :meth:`check`."""
         self.log_norm = False
         """Compute the norm also where gradients are not clipped."""
         self.device = next(state.modules.parameters()).device
@@ -61,21 +68,13 @@ class Update:
     def __call__(self, loss: Tensor, weight: float = 1.0) -> float:
         """The backward pass of one batch's loss, the mean over its images on this rank, of that
         :attr:`~gaupipe.data.batches.Batch.weight`. Returns the number by which the loss was
-        multiplied before it went back. Raises ErrorOnAllRanks for a loss that is not finite."""
+        multiplied before it went back. Raises ErrorOnAllRanks as :meth:`check`."""
         state, accumulate = self.state, self.state.optim.accumulate
-        epoch, step = divmod(self.batch, self.steps)
+        step = self.batch % self.steps
         state.schedule.step_update(self.batch)
         if weight != 1.0:
             loss = loss * weight
-        of_world = self._shared(loss.detach())
-        if not torch.isfinite(of_world):
-            where = f"in epoch {epoch + 1}, step {step + 1} of {self.steps}"
-            of = f"lr {state.lr:.3g}, {state.precision}, clip_grad {state.optim.clip_grad}"
-            raise distributed.ErrorOnAllRanks(
-                f"the loss is {of_world.item()} {where} ({of}): lower optim.lr or raise "
-                "optim.warmup_epochs, and where it is the first step model.init_std; "
-                "the last checkpoint is kept"
-            )
+        self.unchecked.append((loss.detach(), state.lr))
         # the last steps of an epoch may be fewer than the others accumulate
         group = min(accumulate, self.steps - step // accumulate * accumulate)
         scale = state.scaler.get_scale() * weight / group  # before a step changes the scaler's
@@ -84,17 +83,32 @@ class Update:
         if self.stepped:
             self._step()
         self.batch += 1
+        self.pauses.all_reduce()
+        if self.batch % CHECK_EVERY == 0:
+            self.check()
         return scale
 
-    def _shared(self, loss: Tensor) -> Tensor:
-        """The mean of a loss over ranks. Their requests for a pause travel along."""
-        requests = self.pauses.requests()
-        if distributed.world_size() > 1:
-            mine = torch.cat([loss.view(1), loss.new_tensor(requests)])
-            loss, *shared = distributed.all_reduce_sum(mine).unbind()
-            loss, requests = loss / distributed.world_size(), torch.stack(shared).tolist()
-        self.pauses.take_sum(requests)
-        return loss
+    def check(self) -> None:
+        """Raises ErrorOnAllRanks for the first loss since the last call that is not finite in the
+        mean over ranks. What the steps after it have made of the parameters must not be saved, so
+        this belongs before every checkpoint. Collective."""
+        if not self.unchecked:
+            return
+        losses, rates = zip(*self.unchecked, strict=True)
+        self.unchecked.clear()
+        of_world = distributed.all_reduce_sum(torch.stack(losses)) / distributed.world_size()
+        first = self.batch - len(losses)
+        for batch, (loss, lr) in enumerate(zip(of_world.tolist(), rates, strict=True), first):
+            if not math.isfinite(loss):
+                epoch, step = divmod(batch, self.steps)
+                where = f"in epoch {epoch + 1}, step {step + 1} of {self.steps}"
+                clip = self.state.optim.clip_grad
+                of = f"lr {lr:.3g}, {self.state.precision}, clip_grad {clip}"
+                raise distributed.ErrorOnAllRanks(
+                    f"the loss is {loss} {where} ({of}): lower optim.lr or raise "
+                    "optim.warmup_epochs, and where it is the first step model.init_std; "
+                    "the last checkpoint is kept"
+                )
 
     def _step(self) -> None:
         state = self.state
