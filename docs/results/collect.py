@@ -23,6 +23,7 @@ import argparse
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -99,8 +100,9 @@ def table(trainings: list[Training], baseline: str | None = None) -> str:
         cells = [name, str(epochs), str(len(runs)), mean_and_std(runs, "val")]
         if baseline is not None:
             cells += difference_cells(verdicts.get(key))
-        seconds = spread([run["core_seconds"] for run in runs])["mean"]
-        cells += [mean_and_std(runs, "test"), f"{seconds:,.0f}"]
+        cells.append(mean_and_std(runs, "test"))
+        seconds = [run["core_seconds"] for run in runs if run["core_seconds"] is not None]
+        cells.append(f"{statistics.mean(seconds):,.0f}" if seconds else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
