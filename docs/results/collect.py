@@ -1,77 +1,152 @@
-"""Raw results: from the JSON of a comparison to the rows of docs/results/data, and from those to a
-table of a page.
+"""Raw results: from the JSON of a comparison to the rows of docs/results/data, and from those to
+the tables of pages.
 
-    python docs/results/collect.py rows RUN/strong.json --data cifar10 --images 3000 --command ...
-    python docs/results/collect.py table docs/results/data/local.json
+    python docs/results/collect.py rows RUN/local.json --data cifar10 --images 3000 --command ...
+    python docs/results/collect.py pages           # draws the tables of all pages
+    python docs/results/collect.py pages --check   # exit code 1 if a table is not its file's
 
-A file holds a list of trainings: name, command, commit, data, images, epochs, seed, val (null for a
-teacher without Gaussians for validation images), test (left out where nobody looked) and
+A file holds a list of trainings: name, command, commit, data, images, epochs, seed, val (null for
+a teacher without Gaussians for validation images), test (left out where nobody looked) and
 core_seconds. ``val`` and ``test`` are accuracies of the last epoch, ``core_seconds`` those of the
 processor, a teacher's included.
+
+In a page, a table stands between two comments. The first names the file, which trainings are
+meant, and the row from which the others are subtracted, seed by seed:
+
+    <!-- table local.json data=cifar10 images=3000 baseline=labels -->
+    <!-- /table -->
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from stages.compare.measures import Verdict, differences, spread
 
-def rows_of(results: dict[str, Any], facts: dict[str, Any]) -> list[dict[str, Any]]:
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "results" / "data"
+TABLE = re.compile(
+    r"(<!-- table (?P<file>\S+)(?P<options>.*?) -->\n).*?(<!-- /table -->)", re.DOTALL
+)
+
+Training = dict[str, Any]
+
+
+def rows(results: dict[str, Any], facts: dict[str, Any]) -> list[Training]:
     """The trainings of a comparison's ``results``; ``facts`` are the same for all."""
-    return [
-        {
-            "name": row["row"],
-            **facts,
-            "epochs": len(run["val_acc"]),
-            "seed": run["seed"],
-            "val": round(run["val_acc"][-1], 4),
-            **({} if run["test_acc"] is None else {"test": round(run["test_acc"], 4)}),
-            "core_seconds": round(
-                run["costs"]["processor_seconds"] + run["phase_a_costs"].get("processor_seconds", 0)
-            ),
-        }
-        for row in results["rows"]
-        for run in row["runs"]
-    ]
+    trainings = []
+    for row in results["rows"]:
+        for run in row["runs"]:
+            training = {
+                "name": row["row"],
+                **facts,
+                "epochs": len(run["val_acc"]),
+                "seed": run["seed"],
+                "val": round(run["val_acc"][-1], 4),
+            }
+            if run["test_acc"] is not None:
+                training["test"] = round(run["test_acc"], 4)
+            teacher_seconds = run["phase_a_costs"].get("processor_seconds", 0)
+            training["core_seconds"] = round(run["costs"]["processor_seconds"] + teacher_seconds)
+            trainings.append(training)
+    return trainings
 
 
-def table(trainings: list[dict[str, Any]]) -> str:
-    """A Markdown table: for each data set and row mean and standard deviation over the seeds."""
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for training in trainings:
-        key = training["data"], training["images"], training["name"], training["epochs"]
-        groups.setdefault(key, []).append(training)
-    lines = [
-        "| data, training images | row | epochs | seeds | validation | test | core seconds |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for (data, images, name, epochs), runs in groups.items():
-        seconds = round(statistics.mean(run["core_seconds"] for run in runs))
-        val = spread([run["val"] for run in runs if run.get("val") is not None])
-        test = spread([run["test"] for run in runs if run.get("test") is not None])
-        lines.append(
-            f"| {data}, {images:,} | {name} | {epochs} | {len(runs)} | {val} | {test} "
-            f"| {seconds:,} |"
-        )
+def draw_tables(page: str) -> str:
+    """A page's text with each table drawn from its file."""
+
+    def drawn(match: re.Match[str]) -> str:
+        options = dict(option.split("=", 1) for option in shlex.split(match["options"]))
+        baseline = options.pop("baseline", None)
+        trainings = [
+            training
+            for training in json.loads((DATA / match["file"]).read_text())
+            if all(str(training.get(key)) == wanted for key, wanted in options.items())
+        ]
+        if not trainings:
+            raise SystemExit(f"no training of {match['file']} has {options}")
+        return f"{match[1]}\n{table(trainings, baseline)}\n\n{match[4]}"
+
+    return TABLE.sub(drawn, page)
+
+
+def table(trainings: list[Training], baseline: str | None = None) -> str:
+    """A Markdown table, a row of trainings each: means and standard deviations over the seeds.
+
+    With ``baseline`` the validation accuracies minus those of that row with the same seeds; Holm's
+    correction is for all rows of the table.
+    """
+    groups: dict[tuple[str, int], list[Training]] = {}
+    for training in sorted(trainings, key=lambda training: training["seed"]):
+        groups.setdefault((training["name"], training["epochs"]), []).append(training)
+    verdicts: dict[tuple[str, int], Verdict] = {}
+    head = ["row", "epochs", "seeds", "validation"]
+    if baseline is not None:
+        verdicts = differences(gains(groups, baseline))
+        head += [f"points above {baseline}", "95 % interval", "Holm's p"]
+    head += ["test", "core seconds"]
+
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for key, runs in groups.items():
+        name, epochs = key
+        cells = [name, str(epochs), str(len(runs)), mean_and_std(runs, "val")]
+        if baseline is not None:
+            cells += difference_cells(verdicts.get(key))
+        cells.append(mean_and_std(runs, "test"))
+        seconds = [run["core_seconds"] for run in runs if run["core_seconds"] is not None]
+        cells.append(f"{statistics.mean(seconds):,.0f}" if seconds else "")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def spread(shares: list[float]) -> str:
-    """Mean and standard deviation of shares, in percent."""
+def gains(
+    groups: dict[tuple[str, int], list[Training]], baseline: str
+) -> dict[tuple[str, int], list[float]]:
+    """Percent points above the baseline, one a seed that both have."""
+    [reference] = [runs for (name, _), runs in groups.items() if name == baseline]
+    validation = {run["seed"]: run["val"] for run in reference}
+    result = {}
+    for key, runs in groups.items():
+        points = [
+            100 * (run["val"] - validation[run["seed"]])
+            for run in runs
+            if run["seed"] in validation
+        ]
+        if points and key[0] != baseline:
+            result[key] = points
+    return result
+
+
+def difference_cells(verdict: Verdict | None) -> list[str]:
+    """Difference, interval and Holm's p; empty where there is nothing to compare."""
+    if verdict is None:
+        return ["", "", ""]
+    points = f"{verdict['mean']:+.1f}"
+    if verdict["p"] is None:
+        return [points, "", ""]
+    return [points, f"{verdict['low']:+.1f} to {verdict['high']:+.1f}", f"{verdict['holm']:.3f}"]
+
+
+def mean_and_std(runs: list[Training], key: str) -> str:
+    """Mean and standard deviation of accuracies, in percent."""
+    shares = [100 * run[key] for run in runs if run.get(key) is not None]
     if not shares:
         return ""
-    mean = f"{100 * statistics.mean(shares):.1f}"
-    if len(shares) == 1:
-        return mean
-    return f"{mean} ± {100 * statistics.stdev(shares):.1f}"
+    result = spread(shares)
+    if result["std"] is None:
+        return f"{result['mean']:.1f}"
+    return f"{result['mean']:.1f} ± {result['std']:.1f}"
 
 
-def commit() -> str:
+def checked_out() -> str:
     """The commit of the code that is checked out."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -79,25 +154,37 @@ def commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("rows", "table"))
-    parser.add_argument("file", type=Path, nargs="+")
-    parser.add_argument("--data", help="the data set's name in the rows")
-    parser.add_argument("--images", type=int, help="training images")
-    parser.add_argument("--command", help="what made the comparison")
-    parser.add_argument("--commit", help="of the code that made it; default: what is checked out")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    collecting = verbs.add_parser("rows")
+    collecting.add_argument("file", type=Path, nargs="+")
+    collecting.add_argument("--data", help="the data set's name in the rows", required=True)
+    collecting.add_argument("--images", type=int, help="training images", required=True)
+    collecting.add_argument("--command", help="what made the comparison", required=True)
+    collecting.add_argument("--commit", help="of its code; default: what is checked out")
+    drawing = verbs.add_parser("pages")
+    drawing.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    held = [json.loads(path.read_text()) for path in arguments.file]
-    if arguments.what == "table":
-        print(table([training for trainings in held for training in trainings]))
+
+    if arguments.verb == "rows":
+        facts = {
+            "command": arguments.command,
+            "commit": arguments.commit or checked_out(),
+            "data": arguments.data,
+            "images": arguments.images,
+        }
+        comparisons = [json.loads(path.read_text()) for path in arguments.file]
+        trainings = [training for results in comparisons for training in rows(results, facts)]
+        json.dump(trainings, sys.stdout, indent=1)
         return
-    facts = {
-        "command": arguments.command,
-        "commit": arguments.commit or commit(),
-        "data": arguments.data,
-        "images": arguments.images,
-    }
-    rows = [row for results in held for row in rows_of(results, facts)]
-    json.dump(rows, sys.stdout, indent=1)
+
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        page = path.read_text()
+        redrawn = draw_tables(page)
+        if redrawn == page:
+            continue
+        if arguments.check:
+            raise SystemExit(f"{path.relative_to(ROOT)}: a table is not what its raw file says")
+        path.write_text(redrawn)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""The tables of results in README and docs are what their raw files say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from stages.compare.measures import difference
+
+ROOT = Path(__file__).parents[1]
+
+KEYS = {"command", "commit", "data", "images", "epochs", "seed", "core_seconds"}
+
+
+@pytest.fixture(scope="module")
+def collect():
+    path = ROOT / "docs" / "results" / "collect.py"
+    spec = importlib.util.spec_from_file_location("collect", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_has_the_tables_of_its_raw_files(collect):
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        page = path.read_text()
+        assert collect.draw_tables(page) == page, f"{path}: python docs/results/collect.py pages"
+
+
+def test_a_table_says_means_and_paired_differences(collect):
+    trainings = [
+        {"name": name, "epochs": 2, "seed": seed, "val": val, "core_seconds": 10}
+        for name, vals in {"labels": (0.50, 0.60, 0.64), "local": (0.51, 0.63, 0.66)}.items()
+        for seed, val in zip((2, 0, 1), vals, strict=True)
+    ]
+    [labels, local] = collect.table(trainings, "labels").splitlines()[2:]
+    cells = [cell.strip() for cell in local.strip("|").split("|")]
+    assert cells[:4] == ["local", "2", "3", "60.0 ± 7.9"]
+    paired = difference([1.0, 3.0, 2.0])
+    assert cells[4] == f"{statistics.fmean([1.0, 3.0, 2.0]):+.1f}"
+    assert cells[5] == f"{paired['low']:+.1f} to {paired['high']:+.1f}"
+    assert cells[6] == f"{paired['p']:.3f}"  # one row beside the baseline: nothing to correct
+    assert "| 58.0 ± 7.2 |" in labels
+
+
+def test_raw_files_are_lists_of_whole_trainings():
+    for path in sorted((ROOT / "docs" / "results" / "data").glob("*.json")):
+        trainings = json.loads(path.read_text())
+        if path.name == "benchmarks.json" or isinstance(trainings, dict):
+            continue
+        for training in trainings:
+            missing = KEYS - training.keys()
+            assert not missing, f"{path.name}, {training.get('name')}: {missing} is missing"
