@@ -3,8 +3,8 @@
 The source is the whole repository: a link between two pages, to CONTRIBUTING.md or to a file of
 code is the same on the site and where the repository is shown. The site's own parts are made from
 the pages themselves: its menu from the list of pages in docs/README.md, the reference from the list
-of names in docs/reference.md, the options of docs/commands.md and the tables of docs/settings.md
-from the program, and the table of docs/benchmarks.md from its JSON.
+of names in docs/reference.md, the settings and options of docs/commands.md from the program, and
+the table of docs/benchmarks.md from its JSON.
 """
 
 from __future__ import annotations
@@ -81,22 +81,20 @@ def described(name: re.Match) -> str:
         module, _, own = whole.rpartition(".")
         thing = getattr(importlib.import_module(module), own)
         directive = "autoclass" if inspect.isclass(thing) else "autofunction"
-    heading = f"### {whole}\n" if directive == "automodule" else ""
+    heading = f"#### {whole}\n" if directive == "automodule" else ""
     return f"{heading}\n```{{eval-rst}}\n.. {directive}:: {whole}\n```\n"
 
 
 def read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Adds to five pages what only the site has."""
+    """Adds to four pages what only the site has."""
     if page == root_doc:
         source[0] += menu((Path(app.srcdir) / "docs/README.md").read_text())
     elif page == "docs/reference":
         source[0] = NAME.sub(described, source[0])
-    elif page == "docs/settings":
-        source[0] += "\n" + all_settings()
     elif page == "docs/benchmarks":
         source[0] += benchmarks(Path(app.srcdir) / "docs/results/data/benchmarks.json")
     elif page == "docs/commands":
-        source[0] += "\n## Options\n\n" + all_commands(program)
+        source[0] += f"\n{all_settings()}\n## Options\n\n{all_commands(program)}"
 
 
 def benchmarks(path: Path) -> str:

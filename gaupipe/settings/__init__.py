@@ -1,7 +1,7 @@
 """Typed settings: one pydantic model for each section of a run's YAML file.
 
-A docstring stands under every field, and becomes docs/settings.md. What commands may change a
-setting is the :class:`~gaupipe.settings.sections.Scope` in its annotation.
+A docstring stands under every field, and becomes a row of a table in docs/commands.md. What
+commands may change a setting is the :class:`~gaupipe.settings.sections.Scope` in its annotation.
 """
 
 from __future__ import annotations
