@@ -14,7 +14,7 @@ from store import Store
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 VARIABLES = {"run": gaupipe.open_run, "maps": Store}  # objects that the page's examples make
-CODE = "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
+CODE = "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 CALLS = [node for node in ast.walk(ast.parse(CODE)) if isinstance(node, ast.Call)]
 
 
