@@ -186,7 +186,7 @@ class DataSettings(Section):
     for later commands, where they take less than 20 GB and less than half of the free disk.
     ``none`` decodes in every epoch."""
     buckets: Positive | None = None
-    """Groups of training images that several processes share (see docs/distributed.md). The number
+    """Groups of training images that several processes share (see docs/scale.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""
 
