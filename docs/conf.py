@@ -3,15 +3,13 @@
 The source is the whole repository: a link between two pages, to CONTRIBUTING.md or to a file of
 code is the same on the site and where the repository is shown. The site's own parts are made from
 the pages themselves: its menu from the list of pages in docs/README.md, the reference from the list
-of names in docs/reference.md, the options of docs/commands.md and the tables of docs/settings.md
-from the program, and the table of docs/benchmarks.md from its JSON.
+of names in docs/reference.md, and the settings and options of docs/commands.md from the program.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import re
 import shutil
 import sys
@@ -81,34 +79,18 @@ def described(name: re.Match) -> str:
         module, _, own = whole.rpartition(".")
         thing = getattr(importlib.import_module(module), own)
         directive = "autoclass" if inspect.isclass(thing) else "autofunction"
-    heading = f"### {whole}\n" if directive == "automodule" else ""
+    heading = f"#### {whole}\n" if directive == "automodule" else ""
     return f"{heading}\n```{{eval-rst}}\n.. {directive}:: {whole}\n```\n"
 
 
 def read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Adds to five pages what only the site has."""
+    """Adds to three pages what only the site has."""
     if page == root_doc:
         source[0] += menu((Path(app.srcdir) / "docs/README.md").read_text())
     elif page == "docs/reference":
         source[0] = NAME.sub(described, source[0])
-    elif page == "docs/settings":
-        source[0] += "\n" + all_settings()
-    elif page == "docs/benchmarks":
-        source[0] += benchmarks(Path(app.srcdir) / "docs/results/data/benchmarks.json")
     elif page == "docs/commands":
-        source[0] += "\n## Options\n\n" + all_commands(program)
-
-
-def benchmarks(path: Path) -> str:
-    """The table of ratios, and the commands."""
-    groups = json.loads(path.read_text())
-    rows = ["| | ratio | aim |", "|---|---|---|"]
-    for group in groups:
-        rows.append(f"| **{group['title']}**: {group['ratio']} | | |")
-        for what, ratio, aim in group["rows"]:
-            rows.append(f"| {what} | {ratio:.{2 if ratio < 10 else 0}f} | {aim or ''} |")
-    commands = [f"* {group['title']}, {group['date']}: `{group['command']}`" for group in groups]
-    return "\n".join(["", *rows, "", *commands, ""])
+        source[0] += f"\n{all_settings()}\n## Options\n\n{all_commands(program)}"
 
 
 def as_rst(app: Sphinx, what: str, name: str, thing: object, options, lines: list[str]) -> None:

@@ -2,7 +2,7 @@
 
     python examples/read_store.py runs/mine/maps.zarr 7    prints the map [L, H, T, T] of image 7
 
-docs/store.md has the equations of the 8-bit codes, docs/how-it-works.md that of a Gaussian's map.
+docs/store.md has the equations of the 8-bit codes, docs/how-it-works.md those of a Gaussian.
 """
 
 import math
@@ -13,10 +13,10 @@ import zarr
 
 
 def read_map(group: zarr.Group, image: int) -> np.ndarray:
-    """[L, H, T, T] from the kinds gaussian (float16), topk and dense."""
+    """[L, H, T, T] from every kind of store."""
     kind = group.attrs["kind"]
-    if kind == "gaussian":
-        return map_of_gaussians(group["gaussians"][image], group.attrs["grid"])
+    if kind in ("gaussian", "prior", "embedding"):
+        return map_of_gaussians(read_gaussians(group, image), group.attrs["grid"])
     if kind == "dense":
         maps = read_weights(group["maps"], image)
     else:
@@ -28,6 +28,38 @@ def read_map(group: zarr.Group, image: int) -> np.ndarray:
         maps = np.repeat(rest / max(tokens - keys.shape[-1], 1), tokens, axis=-1)
         np.put_along_axis(maps, keys, weights, axis=-1)
     return maps / maps.sum(-1, keepdims=True)
+
+
+def read_gaussians(group: zarr.Group, image: int) -> np.ndarray:
+    """Gaussians [L, H, T, 4] of an image: mean_x, mean_y, std_x, std_y."""
+    if group.attrs["kind"] == "gaussian":
+        array = group["gaussians"]
+        numbers = array[image].astype(float)
+        if array.dtype == np.uint8:
+            facts = array.attrs
+            means = (numbers[..., :2] - 128) * facts["mean_step"]
+            log_stds = facts["log_std_min"] + (numbers[..., 2:] - 1) * facts["log_std_step"]
+            numbers = np.concatenate([means, np.exp(log_stds)], axis=-1)
+        return numbers
+    raw = group["decoder/prior"][:]  # [L, H, T, P], the same for all images
+    if group.attrs["kind"] == "embedding":
+        raw = raw + decode(group, image).reshape(raw.shape)
+    if group.attrs["parametrisation"] == "loc_scale":
+        return np.concatenate([raw[..., :2], np.exp(raw[..., 2:])], axis=-1)
+    mu_s, sigma_s, mu_l, sigma_l = np.split(raw, 4, axis=-1)  # each for x and y
+    shrink = np.maximum(sigma_l**2, 1e-6)
+    return np.concatenate([(mu_s + mu_l) / shrink, np.abs(sigma_s) / shrink], axis=-1)
+
+
+def decode(group: zarr.Group, image: int) -> np.ndarray:
+    """Raw numbers [L, H * T * P] from the image's embeddings [L, E], by a network of two layers
+    for each block."""
+    weight1, bias1, weight2 = (
+        group[f"decoder/{name}"][:] for name in ("weight1", "bias1", "weight2")
+    )
+    hidden = np.einsum("le,leh->lh", group["embeddings"][image], weight1) + bias1
+    gelu = hidden * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))) / 2
+    return np.einsum("lh,lho->lo", gelu, weight2)
 
 
 def read_weights(array: zarr.Array, image: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from stages import phase_a
 
-PAGE = Path(__file__).parent.parent / "docs" / "capture.md"
+PAGE = Path(__file__).parent.parent / "docs" / "own-loop.md"
 
 
 def test_the_example_of_the_page_measures_maps(copied_run, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The tables of docs/settings.md, and ``gaupipe settings``."""
+"""The tables of settings in docs/commands.md, and ``gaupipe settings``."""
 
 import re
 from pathlib import Path
@@ -31,8 +31,8 @@ def test_every_setting_is_on_the_page_with_its_default():
 
 def test_the_page_says_who_may_change_a_setting():
     """Every setting of the student and of any time, by its name or that of a section around it."""
-    text = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
-    text = text.split("## Who may change")[1].split("## All")[0]
+    text = (Path(__file__).parent.parent / "docs" / "commands.md").read_text()
+    text = text.split("### Who may change")[1].split("### All")[0]
     for words, kind in (("**the student**", Scope.STUDENT), ("**any time**", Scope.ANYTIME)):
         said = re.findall(r"`([a-z_.]+)`", text.split(words)[1].split(";\n* ")[0])
         for name in config.flatten(config.Settings()):

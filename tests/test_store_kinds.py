@@ -216,6 +216,40 @@ def test_gaussians_are_decoded_with_numpy_alone(tmp_path, example):
     np.testing.assert_allclose(example("read_store")[0].read_map(group, 4), ours, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "changes,raw_numbers",
+    [
+        (dict(kind="prior"), 4),
+        (dict(kind="prior", parametrisation="paper"), 8),
+        (dict(kind="embedding", embedding_dim=7), 4),
+        (dict(kind="embedding", embedding_dim=7, parametrisation="paper"), 8),
+        (dict(kind="gaussian", encoding="uint8"), 0),
+    ],
+)
+def test_a_decoder_and_codes_of_gaussians_are_read_with_numpy_alone(
+    tmp_path, example, changes, raw_numbers
+):
+    torch = pytest.importorskip("torch")
+    from gaupipe.distillation.kinds import KINDS
+
+    schema, draw = make_schema(**changes), np.random.default_rng(0)
+    raw, layers = schema.heads * schema.tokens * raw_numbers, schema.layers
+    shapes = {"weight1": (layers, 7, 5), "bias1": (layers, 5), "weight2": (layers, 5, raw)}
+    shape = (layers, schema.heads, schema.tokens, raw_numbers)
+    decoder = {"prior": draw.uniform(0.5, 1.5, shape).astype(np.float32)}
+    if schema.kind == "embedding":
+        for name, shape in shapes.items():
+            decoder[name] = draw.uniform(-0.5, 0.5, shape).astype(np.float32)
+    options = dict(decoder=decoder) if raw_numbers else {}
+    write_store(tmp_path / "s", schema, make_arrays(schema), **options)
+    maps = store.open(tmp_path / "s")
+    attention = KINDS[schema.kind].reader(maps, torch.device("cpu"))(maps.gather([4]))
+    ours = torch.stack([attention.map(layer)[0] for layer in range(schema.layers)])
+    read = example("read_store")[0].read_map(zarr.open_group(tmp_path / "s", mode="r"), 4)
+    np.testing.assert_allclose(read, ours, atol=5e-4)  # our codes are decoded to float16
+    assert np.ptp(read) > 0.1
+
+
 @pytest.mark.parametrize("encoding", ["float16", "uint8"])
 @pytest.mark.parametrize("k", [3, 6])
 def test_keys_are_decoded_with_numpy_alone(tmp_path, example, encoding, k):

@@ -1,4 +1,4 @@
-"""gaupipe train: a ViT on the labels alone, in a run without a first phase."""
+"""gaupipe train: a ViT on the labels alone, in a run without a teacher."""
 
 import json
 import shutil

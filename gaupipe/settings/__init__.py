@@ -1,7 +1,7 @@
 """Typed settings: one pydantic model for each section of a run's YAML file.
 
-A docstring stands under every field, and becomes docs/settings.md. What commands may change a
-setting is the :class:`~gaupipe.settings.sections.Scope` in its annotation.
+A docstring stands under every field, and becomes a row of a table in docs/commands.md. What
+commands may change a setting is the :class:`~gaupipe.settings.sections.Scope` in its annotation.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class DataSettings(Section):
     for later commands, where they take less than 20 GB and less than half of the free disk.
     ``none`` decodes in every epoch."""
     buckets: Positive | None = None
-    """Groups of training images that several processes share (see docs/distributed.md). The number
+    """Groups of training images that several processes share (see docs/scale.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""
 

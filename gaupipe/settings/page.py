@@ -1,5 +1,5 @@
 """Every setting with its type, default and effect, from the settings' classes: for
-``gaupipe settings`` and for docs/settings.md on the site."""
+``gaupipe settings`` and for docs/commands.md on the site."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sections(
         effect = _markdown(info.description or "")
         if inner:
             inside.append((getattr(defaults, field) or inner(), name))
-            effect = _markdown(inner.__doc__ or "") + f" See [{name}](#{name.replace('.', '')})."
+            effect = _markdown(inner.__doc__ or "") + f" See [{name}](#{_anchor(name)})."
         if inner is None or info.annotation is not inner:
             words, default = type_words(schemas[field]), json.dumps(values[field])
             settings.append(Setting(name, words, default, effect))
@@ -59,9 +59,10 @@ def page() -> str:
     texts = []
     before: dict[str, str] = {}
     for place, defaults, settings in sections():
-        text = f"## {place or 'The run'}\n\n{_markdown(type(defaults).__doc__ or '')}\n"
+        heading = f"Section {place}" if place else "The run"
+        text = f"#### {heading}\n\n{_markdown(type(defaults).__doc__ or '')}\n"
         if same := before.get(repr(defaults)):
-            text += f"\nThe settings are those of [{same}](#{same.replace('.', '')}).\n"
+            text += f"\nThe settings are those of [{same}](#{_anchor(same)}).\n"
         elif settings:
             text += "\n| setting | type | default | effect |\n|---|---|---|---|\n"
             text += "".join(
@@ -104,6 +105,10 @@ def type_words(schema: dict[str, Any]) -> str:
         limits = [f"from {schema['minimum']} to {schema['maximum']}"]
     kind = schema.get("format", schema["type"])
     return f"{TYPE_WORDS.get(kind, kind)} {' and '.join(limits)}".strip()
+
+
+def _anchor(section: str) -> str:
+    return "section-" + section.replace(".", "")
 
 
 def _markdown(docstring: str) -> str:

@@ -96,7 +96,7 @@ class RunDirectory:
         """True if the student of this name, or with None the one trained last, is one of phase B.
 
         One of :mod:`stages.train` is not: one with this name that no student of phase B stands
-        beside, and with None that of a run without a first phase. Raises UserError for what is no
+        beside, and with None that of a run without a teacher. Raises UserError for what is no
         name.
         """
         if name is None:
