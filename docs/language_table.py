@@ -1,4 +1,4 @@
-"""The table of language_models.md, from the trainings of examples/language_model.py:
+"""The table of which-attention.md, from the trainings of examples/language_model.py:
 
 python docs/language_table.py docs/results/data/language.json
 """

@@ -182,6 +182,6 @@ def test_the_table_pairs_losses_by_seed(language_table):
 
 def test_the_page_has_the_table_of_the_raw_file(language_table):
     raw = json.loads((ROOT / "docs" / "results" / "data" / "language.json").read_text())
-    assert "\n".join(language_table(raw)) in (ROOT / "docs" / "language_models.md").read_text()
+    assert "\n".join(language_table(raw)) in (ROOT / "docs" / "which-attention.md").read_text()
     keys = {"name", "command", "commit", "data", "images", "epochs", "seed", "val", "core_seconds"}
     assert all(keys <= training.keys() for training in raw)

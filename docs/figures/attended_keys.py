@@ -1,5 +1,5 @@
 """Which keys get attention while a ViT and a teacher with Gaussians train (*GauTransformer, figure
-4*): the figure of results/fashion_mnist.md, and the numbers by which its claim is judged.
+4*): the figure of results.md, and the numbers by which its claim is judged.
 
 Each training is done with more and more epochs. The schedule of the learning rate does not depend
 on how many there are, so their results are the checkpoints of one training.
