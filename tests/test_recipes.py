@@ -112,6 +112,7 @@ def test_the_experiments_are_the_papers():
 
 
 MEANT_FOR = {
+    "given": "cifar10_few",
     "labels": "cifar10_few",
     "teachers": "fashion_mnist_vit",
     "baselines": "cifar10_small",
