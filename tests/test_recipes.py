@@ -18,7 +18,7 @@ from gaupipe.training.student import build_student
 from gaupipe.training.update import Update
 from stages import phase_b
 from stages.compare.rows import Row, default_rows, resolve, sweep_rows
-from stages.compare.run import check
+from stages.compare.run import checked
 from stages.compare.trainings import digest
 from stages.plan import random_data
 
@@ -112,7 +112,6 @@ def test_the_experiments_are_the_papers():
 
 
 MEANT_FOR = {
-    "given": "cifar10_few",
     "labels": "cifar10_few",
     "teachers": "fashion_mnist_vit",
     "baselines": "cifar10_small",
@@ -121,7 +120,8 @@ MEANT_FOR = {
 SMALL = ["data.name=digits", "data.train_images=null", "model.name=gauvit_pico_patch2_8"]
 
 
-@pytest.mark.parametrize("sweep", config.shipped("sweeps"))
+# "given" needs the weights of a teacher: test_given_teacher trains its kinds of rows
+@pytest.mark.parametrize("sweep", sorted(set(config.shipped("sweeps")) - {"given"}))
 def test_every_shipped_sweep_can_be_run_and_is_as_many_runs_as_cells(sweep):
     """With the digits' 16 tokens, for eight keys."""
     base = config.load(MEANT_FOR.get(sweep, "fashion_mnist"), [*SMALL, "model.args={}"])
@@ -130,4 +130,4 @@ def test_every_shipped_sweep_can_be_run_and_is_as_many_runs_as_cells(sweep):
     runs = {digest(settings, row.plain) for row, settings in rows}
     assert rows[0][0].name == "plain ViT" and (len(runs) == len(rows) or sweep not in PLAIN)
     for row, settings in rows:
-        check(row, settings, data)
+        checked(row, settings, data)
