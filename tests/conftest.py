@@ -14,6 +14,7 @@ import torch
 import typer
 
 import gaupipe  # noqa: F401  (before the command line, which would leave torch for later)
+from object_storage import s3, server  # noqa: F401  (fixtures)
 from pictures import write_idx
 from runs import run_main
 

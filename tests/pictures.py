@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from gaupipe.data.augment import Augment
+from gaupipe.data.folder import FolderFacts
 from gaupipe.settings.augment import AugmentSettings
 
 
@@ -36,3 +37,9 @@ class NumberedMaps:
 
 
 UNCHANGED = Augment(AugmentSettings(), seed=0)
+
+
+def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> FolderFacts:
+    """What is known of a folder of photos."""
+    counts = {name: images // len(classes) for name in classes}
+    return FolderFacts(counts, *size, **more)

@@ -79,13 +79,13 @@ def test_an_image_has_the_same_view_whatever_batch_it_is_in():
     images, ids = random_images(24), torch.arange(24) * 5
     augment, before = Augment(EVERYTHING, seed=3), images.clone()
     views, geometry = augment(images, ids, epoch=2)
-    assert torch.equal(images, before)
+    torch.testing.assert_close(images, before, rtol=0, atol=0)
     order = torch.randperm(24)
     for part in (order[:1], order[1:8], order[8:]):
         again, where = Augment(EVERYTHING, seed=3)(images[part], ids[part], epoch=2)
-        assert torch.equal(again, views[part])
-        assert torch.equal(where.offset, geometry.offset[part])
-        assert torch.equal(where.scale, geometry.scale[part])
+        torch.testing.assert_close(again, views[part], rtol=0, atol=0)
+        torch.testing.assert_close(where.offset, geometry.offset[part], rtol=0, atol=0)
+        torch.testing.assert_close(where.scale, geometry.scale[part], rtol=0, atol=0)
     assert not torch.equal(augment(images, ids, epoch=3)[0], views)
     assert not torch.equal(Augment(EVERYTHING, seed=4)(images, ids, epoch=2)[0], views)
 
@@ -94,7 +94,7 @@ def test_switching_one_augmentation_on_leaves_the_draws_of_another_alone():
     images, ids = random_images(32), torch.arange(32)
     _, alone = Augment(AugmentSettings(flip=True), 0)(images, ids, 0)
     _, both = Augment(AugmentSettings(flip=True, crop_padding=2, erasing=1.0), 0)(images, ids, 0)
-    assert torch.equal(alone.scale, both.scale)
+    torch.testing.assert_close(alone.scale, both.scale, rtol=0, atol=0)
 
 
 # geometry
@@ -111,7 +111,9 @@ def test_shifts_and_flips_are_torchvisions_padded_crop():
     places = zip(images, views, left_top.tolist(), mirrored, strict=True)
     for image, view, (left, top), flip in places:
         expected = F.crop(F.pad(image, [4]), top, left, 12, 10)
-        assert torch.equal(view, F.horizontal_flip(expected) if flip else expected)
+        torch.testing.assert_close(
+            view, F.horizontal_flip(expected) if flip else expected, rtol=0, atol=0
+        )
     assert 8 < mirrored.sum() < 32 and left_top.min() == 0 and left_top.max() == 8
 
 
@@ -212,7 +214,7 @@ def test_an_operation_on_a_batch_is_torchvisions_on_each_image(name, channels):
                     interpolation=v2.InterpolationMode.NEAREST,
                     fill={torch.Tensor: None},
                 )
-                assert torch.equal(own, expected)
+                torch.testing.assert_close(own, expected, rtol=0, atol=0)
 
 
 def test_randaugment_draws_every_operation_and_applies_as_many_as_asked():
@@ -295,9 +297,9 @@ def test_partners_are_other_images_and_do_not_depend_on_places_in_the_batch(sett
     assert (mixed.partner != torch.arange(17)).all()
     order = torch.randperm(17)
     again, other = mix(images[order], ids[order], 0, 4, settings)
-    assert torch.equal(again, mixed_images[order])
-    assert torch.equal(order[other.partner], mixed.partner[order])
-    assert torch.equal(other.weight, mixed.weight[order])
+    torch.testing.assert_close(again, mixed_images[order], rtol=0, atol=0)
+    torch.testing.assert_close(order[other.partner], mixed.partner[order], rtol=0, atol=0)
+    torch.testing.assert_close(other.weight, mixed.weight[order], rtol=0, atol=0)
     assert not torch.equal(mix(images, ids, 0, 5, settings)[1].partner, mixed.partner)
 
 
@@ -320,7 +322,7 @@ def test_cutmix_puts_a_box_of_the_partner_over_the_image_and_its_weight_is_what_
         assert (is_own ^ is_other).all()
         assert is_own.float().mean().item() == pytest.approx(weight.item(), abs=1e-6)
         rows, columns = is_other.any(1), is_other.any(0)
-        assert torch.equal(is_other, rows[:, None] & columns)  # a rectangle
+        torch.testing.assert_close(is_other, rows[:, None] & columns, rtol=0, atol=0)
         assert all((line.int().diff() != 0).sum() <= 2 for line in (rows, columns))  # of one piece
     assert mixed.weight.std() > 0.2
 

@@ -38,7 +38,7 @@ def test_maps_of_timm_are_those_of_eager_attention(name, size):
         plain = model(images)
         with gaupipe.capture(model) as maps:
             output = model(images)
-    assert torch.equal(output, plain)
+    torch.testing.assert_close(output, plain, rtol=0, atol=0)
     pooling = "siglip" in name  # attends once more, in its head
     assert list(maps) == list(range(len(expected) + pooling))
     for block, other in enumerate(expected):
@@ -76,7 +76,7 @@ def test_maps_of_transformers_are_its_own(name, implementation):
         plain = model(pixel_values=images).last_hidden_state
         with gaupipe.capture(model) as maps:
             output = model(pixel_values=images).last_hidden_state
-    assert torch.equal(output, plain)
+    torch.testing.assert_close(output, plain, rtol=0, atol=0)
     assert list(maps) == [0, 1]
     for block in maps:
         torch.testing.assert_close(maps[block], expected[block], atol=1e-5, rtol=0)
@@ -115,7 +115,7 @@ def captured_text(model: torch.nn.Module, **how) -> dict[int, torch.Tensor]:
         plain = model(IDS, attention_mask=PADDED).logits
         with gaupipe.capture(model, **how) as maps:
             logits = model(IDS, attention_mask=PADDED).logits
-    assert torch.equal(logits, plain)
+    torch.testing.assert_close(logits, plain, rtol=0, atol=0)
     return maps
 
 
@@ -144,7 +144,7 @@ def test_maps_of_a_padded_decoder_are_its_eager_attention(name):
     else:
         torch.testing.assert_close(sums, torch.ones(4, 7))
     rows = captured_text(model, blocks=[-1], queries=[0, -1])
-    assert torch.equal(rows[1], maps[1][:, :, [0, 6]])
+    torch.testing.assert_close(rows[1], maps[1][:, :, [0, 6]], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", "gau_belief", "gau_xsa"])
@@ -209,7 +209,7 @@ def test_maps_with_a_position_bias_are_those_of_eager_attention(bias_of):
         with torch.no_grad(), gaupipe.capture(part) as maps[implementation]:
             own = model(**ids, output_attentions=implementation == "eager")
         if implementation == "eager" and bias_of == "encoder":
-            assert torch.equal(maps["eager"][1], own.encoder_attentions[1])
+            torch.testing.assert_close(maps["eager"][1], own.encoder_attentions[1], rtol=0, atol=0)
     assert list(maps["sdpa"]) == list(range(2 if bias_of == "encoder" else 4))
     for block, weights in maps["eager"].items():
         torch.testing.assert_close(maps["sdpa"][block], weights, atol=1e-5, rtol=0)

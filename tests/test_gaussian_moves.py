@@ -66,7 +66,7 @@ def test_a_mirrored_image_has_the_mirrored_map_and_mirroring_again_undoes_it(gri
     moved, image_map = move(stored, flip, grid), expected_map(stored, grid)
     mirrored = image_map.view(1, 2, *grid, *grid).flip(3, 5).view_as(image_map)
     torch.testing.assert_close(expected_map(moved, grid), mirrored, atol=2e-6, rtol=0)
-    assert torch.equal(move(moved, flip, grid), stored)
+    torch.testing.assert_close(move(moved, flip, grid), stored, rtol=0, atol=0)
 
 
 SIDE, SHIFT = st.integers(2, 7), st.integers(-3, 3)
@@ -80,7 +80,7 @@ def test_a_shift_by_whole_tokens_takes_exactly_their_gaussians(h, w, x, y):
     moved = move(stored, where, (h, w)).view(1, 2, h, w, 4)
     rows, columns = (np.arange(h) + y).clip(0, h - 1), (np.arange(w) + x).clip(0, w - 1)
     taken = stored.view(1, 2, h, w, 4)[:, :, rows][:, :, :, columns]
-    assert torch.equal(moved[..., 2:], taken[..., 2:])  # bit for bit: no neighbour had a part
+    torch.testing.assert_close(moved[..., 2:], taken[..., 2:], rtol=0, atol=0)
     by = torch.tensor([2 * x / (w - 1), 2 * y / (h - 1)])
     torch.testing.assert_close(moved[..., :2], taken[..., :2] - by, atol=1e-5, rtol=1e-5)
 

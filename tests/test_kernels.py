@@ -118,7 +118,7 @@ def test_derivatives_of_any_order_and_kind(heads):
     torch.testing.assert_close(vmap(function, (0, None))(m, v[0]), function(m, v[:1].expand_as(m)))
     v = torch.zeros(2, 3, 6, dtype=torch.float64, requires_grad=True)
     first = torch.autograd.grad(function(m, v).pow(3).sum(), (m, v), create_graph=True)
-    assert torch.equal(first[1], torch.zeros_like(v))
+    torch.testing.assert_close(first[1], torch.zeros_like(v), rtol=0, atol=0)
     second = torch.autograd.grad(first[0].square().sum() + first[1].sum(), (m, v))
     assert all(x.isfinite().all() for x in second)
 

@@ -53,7 +53,9 @@ def test_images_maps_students_and_metrics_are_those_of_the_run(small_run, in_pro
     said = f"run {small_run}: digits, gauvit_pico_patch2_8, teacher gaussian\n  distilled: standard"
     assert str(run) == said
     same = timm.create_model(f"local-dir:{small_run}/phase_b/standard/student", pretrained=True)
-    assert torch.equal(same.eval()(run.images(ids)), student(run.images(ids)))
+    torch.testing.assert_close(
+        same.eval()(run.images(ids)), student(run.images(ids)), rtol=0, atol=0
+    )
     assert [row["epoch"] for row in run.metrics("standard")] == [1]
     assert run.metrics("phase_a")[0]["train_loss"] > 0
 
@@ -72,8 +74,9 @@ def test_any_whole_numbers_are_ids(small_run):
     run = gaupipe.open_run(small_run)
     images, maps = run.images([7, 3]), run.maps([7, 3])[0]
     for ids in (np.array([7, 3], np.uint8), torch.tensor([7, 3]), {7: 0, 3: 0}):
-        assert torch.equal(run.images(ids), images) and torch.equal(run.maps(ids)[0], maps)
-    assert torch.equal(run.images(iter([7, 3])), images)
+        torch.testing.assert_close(run.images(ids), images, rtol=0, atol=0)
+        torch.testing.assert_close(run.maps(ids)[0], maps, rtol=0, atol=0)
+    torch.testing.assert_close(run.images(iter([7, 3])), images, rtol=0, atol=0)
     for ask in (run.images, run.maps):
         with pytest.raises(UserError, match="view=7: holds maps of the images themselves, not of"):
             ask([0], view=7)

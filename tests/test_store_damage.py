@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 import store
-from damage import contents, damaged, damages, files_of, flip
+from damage import contents, damaged, damages, differing, files_of, flip
 from stores import (
     VARIANTS,
     assert_stored,
@@ -132,7 +132,8 @@ def test_repair_writes_only_what_is_damaged(gaussian):
     with pytest.raises(store.StoreError, match="incomplete"):
         store.open(url)
     write_pending(writer, arrays)
-    assert store.verify(url) == [] and contents(url) == before
+    assert store.verify(url) == []
+    assert differing(contents(url), before) == []
     assert untouched.stat().st_mtime_ns == written
 
 
@@ -143,4 +144,5 @@ def test_repair_without_a_readable_manifest_writes_everything(gaussian):
     writer = store.repair(url, schema, shard_bytes=4 * schema.bytes_per_image)
     assert len(writer.pending()) == 3
     write_pending(writer, arrays)
-    assert store.verify(url) == [] and contents(url) == before
+    assert store.verify(url) == []
+    assert differing(contents(url), before) == []

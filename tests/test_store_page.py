@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from test_store import KINDS, make_arrays, make_schema, options_of, write_store
+from stores import KINDS, make_arrays, make_schema, options_of, write_store
 
 PAGE = Path(__file__).parent.parent / "docs" / "store.md"
 NAMES = {

@@ -252,7 +252,9 @@ def test_a_folder_as_timm_saves_it_is_loaded_and_runs_no_code(tmp_path, monkeypa
     described["model_args"] = {"img_size": 32, "depth": 2, "embed_dim": 48, "num_heads": 3}
     (folder / "config.json").write_text(json.dumps(described | {"num_classes": 5}))
     teacher = load_vit(f"local-dir:{folder}", data(), {})
-    assert torch.equal(teacher.model.blocks[1].attn.qkv.weight, model.blocks[1].attn.qkv.weight)
+    torch.testing.assert_close(
+        teacher.model.blocks[1].attn.qkv.weight, model.blocks[1].attn.qkv.weight, rtol=0, atol=0
+    )
     monkeypatch.chdir(tmp_path)
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch touched'\ntR.")
     with pytest.raises(UserError, match="damaged, or no model that timm reads"):
@@ -310,4 +312,6 @@ def test_published_weights_are_read_from_the_cache(empty_cache, tmp_path):
     for arguments, classes in (({}, 1000), ({"num_classes": 0}, 0)):
         teacher = load_vit(PUBLISHED, data(224), arguments)
         assert teacher.model.num_classes == classes and not teacher.predicts
-    assert torch.equal(teacher.model.blocks[3].attn.qkv.weight, published.blocks[3].attn.qkv.weight)
+    torch.testing.assert_close(
+        teacher.model.blocks[3].attn.qkv.weight, published.blocks[3].attn.qkv.weight, rtol=0, atol=0
+    )

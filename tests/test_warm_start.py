@@ -12,7 +12,7 @@ from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.vit.slicing import in_components, spread_of_stream
 from stages import run
-from test_vit_teacher import small
+from vits import small
 
 CLASS = dict(class_token=True, global_pool="token")
 REGISTERS = dict(class_token=True, reg_tokens=2, no_embed_class=True)
@@ -47,8 +47,10 @@ def test_class_and_register_tokens_keep_their_start(tokens):
     model, teacher = vit("standard", **tokens), vit("gaussian").state_dict()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     warm_start(model, teacher)
-    assert torch.equal(model.pos_embed[:, -16:], teacher["pos_embed"])
-    assert torch.equal(model.pos_embed[:, :-16], start["pos_embed"][:, :-16])
+    torch.testing.assert_close(model.pos_embed[:, -16:], teacher["pos_embed"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        model.pos_embed[:, :-16], start["pos_embed"][:, :-16], rtol=0, atol=0
+    )
     assert not tokens or torch.equal(model.cls_token, start["cls_token"])
 
 
@@ -177,13 +179,13 @@ def test_a_slice_leaves_what_the_student_has_not_and_resizes_position_and_patch_
     colour = torch.ones(1, 1, 8, 8)
     bias = teacher["patch_embed.proj.bias"][::2]
     torch.testing.assert_close(student.patch_embed(colour)[0, 0], 1.0 + bias)
-    assert torch.equal(student.head.weight, head)
+    torch.testing.assert_close(student.head.weight, head, rtol=0, atol=0)
     conv = random_vit(stem="conv")
     stem = {name: part.clone() for name, part in conv.patch_embed.state_dict().items()}
     start_from_teacher(conv, "slice", teacher, 2, (8, 8))
     for name, part in conv.patch_embed.state_dict().items():
-        assert torch.equal(part, stem[name])
-    assert torch.equal(conv.pos_embed, student.pos_embed)
+        torch.testing.assert_close(part, stem[name], rtol=0, atol=0)
+    torch.testing.assert_close(conv.pos_embed, student.pos_embed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
