@@ -20,13 +20,17 @@ from store.files import Files
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run whose phase A has finished, without a store."""
-    return train_teacher(tmp_path_factory.mktemp("parts") / "run")
+    """A run whose phase A has finished, and the store that one process exported."""
+    folder = train_teacher(tmp_path_factory.mktemp("parts") / "run")
+    export.run(folder, shard_mb=SHARD_MB)
+    return folder
 
 
 @pytest.fixture
 def run(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "run")
+    """A run whose phase A has finished, without a store."""
+    without_store = shutil.ignore_patterns("maps.zarr")
+    return shutil.copytree(trained, tmp_path / "run", ignore=without_store)
 
 
 def files(folder):
