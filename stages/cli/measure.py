@@ -76,6 +76,7 @@ def evaluate(
 
 @command("Measure")
 def compare(
+    context: typer.Context,
     config: ConfigArgument = None,
     data: DataFolder = None,
     run_dir: Annotated[
@@ -133,6 +134,7 @@ def compare(
         from stages import compare as stage
 
     options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
+    options["imports"] = context.obj
     options |= {"students": attentions, "seeds": numbers, "targets": goals}
     show(stage.run(settings, folder, **options), as_json, stage.tables)
     if not as_json:
