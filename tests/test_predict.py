@@ -181,7 +181,7 @@ def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, mo
         (["/dev/null"], "/dev/null: is neither a file nor a folder"),
         (["PICTURES", "--out", "absent/p.csv"], "there is no folder"),
         (["PICTURES", "--top", "0"], "--top"),
-        ([], "no run in runs/"),
+        ([], "predict: name images, or folders of images"),
     ],
 )
 def test_predict_refuses_in_one_line(student, pictures, tmp_path, in_process, arguments, message):
@@ -201,3 +201,12 @@ def test_without_a_model_the_run_used_last_predicts(copied_run, pictures, in_pro
     student = run / "phase_b" / "standard" / "student"
     assert in_process("predict", student, "grey.png", cwd=tmp_path)[1] == alone[1]
     assert in_process("predict", "grey.png", grey, cwd=tmp_path)[1].count("\n") == 3
+    (tmp_path / "more").mkdir()
+    shutil.copy(grey, tmp_path / "more")
+    assert in_process("predict", "more", "grey.png", cwd=tmp_path)[1].count("\n") == 3
+    for words, said in (
+        ((), "name images, or folders of images"),
+        (("absent.png", "grey.png"), "absent.png: no such file or folder"),
+    ):
+        code, _, err = in_process("predict", *words, cwd=tmp_path)
+        assert (code, err.count("\n")) == (2, 1) and said in err

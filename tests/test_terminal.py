@@ -39,9 +39,11 @@ def test_of_many_epochs_a_terminal_keeps_ten(monkeypatch):
         job.console = console
         job._bar = progress.Bar(console=console, transient=True)
         for number in range(48):
-            job.epoch(f"xsa epoch {number + 1}/48: val_acc 0.5")
+            job.epoch(number + 1, {"val": f"{number}.0 %", "time": "0.1 s"})
         assert [line.plain for line in job._bar.get_renderables() if hasattr(line, "plain")] == [
-            "xsa epoch 48/48: val_acc 0.5"
+            "xsa epoch 48/48: val 47.0 %, time 0.1 s"
         ]
-    lines = [line for line in terminal.getvalue().splitlines() if "xsa epoch" in line]
-    assert len(lines) == 10 and "epoch 1/48" in lines[0] and "epoch 48/48" in lines[-1]
+    lines = terminal.getvalue().splitlines()
+    start = lines.index("epoch     val   time")
+    assert lines[start + 1] == "    1   0.0 %  0.1 s"
+    assert lines[-1] == "   48  47.0 %  0.1 s" and len(lines) == start + 11

@@ -60,4 +60,3 @@ def root(
             f"{context.invoked_subcommand} is a job for one process: start it without "
             f"torchrun, which is for {', '.join(IN_A_WORLD)}"
         )
-

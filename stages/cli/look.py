@@ -24,19 +24,26 @@ from stages.cli.options import (
     parse_path,
 )
 from stages.cli.output import on_terminal, print_rich, report, show
-from stages.cli.request import find_run, is_run, names_model, trained_last
+from stages.cli.request import (
+    find_run,
+    is_run,
+    names_classifier,
+    names_model,
+    stored_maps,
+    trained_last,
+)
 
 
 @command("Look")
 def predict(
     source: Annotated[
-        str,
+        str | None,
         argument(
             "SOURCE",
-            "A run, a student's folder, local-dir:FOLDER, or a timm name with weights. Without it "
-            "the run used last predicts.",
+            "A run, a student's folder, local-dir:FOLDER, or a timm name with weights.",
+            "the run used last",
         ),
-    ],
+    ] = None,
     paths: Annotated[
         list[Path] | None, argument("PATHS", "Images, and folders of images.", parser=parse_path)
     ] = None,
@@ -48,13 +55,17 @@ def predict(
 
     Prints CSV, and a table on a terminal.
 
-    Example: `gaupipe predict runs/digits/phase_b/belief2/student photos --out classes.csv`
+    Example: `gaupipe predict photo.jpg`, or `gaupipe predict runs/digits photos`
     """
     paths = paths or []
-    if not paths or Path(source).is_file():
+    if source is not None and not names_classifier(source, bool(paths)):
         paths = [parse_path(source), *paths]
-        check_paths(images=paths, files=[("--out", out)])
-        source = trained_last(find_run(None))
+        source = None
+    if not paths:
+        raise UserError("predict: name images, or folders of images: 'gaupipe predict photo.jpg'")
+    check_paths(images=paths, files=[("--out", out)])
+    if source is None:
+        source = trained_last(find_run(None, "a run before the images names another"))
     elif is_run(Path(source)):
         source = trained_last(Path(source))
     check_paths(images=paths, model=source, files=[("--out", out)])
@@ -126,6 +137,8 @@ def inspect(
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = find_run(run_dir) if maps is None else run_dir
+    if maps is None and student is None and run_dir is not None:
+        maps = stored_maps(run_dir)
     check_paths(maps=maps, files=[("--png", png, ".png")] if image is not None else [])
     with begins(f"inspect: {maps or run_dir}"):
         from stages.look import inspect as stage

@@ -199,7 +199,7 @@ def plan(
 
     Example: `gaupipe plan --data photos`
     """
-    settings, folder = read_settings(config, overrides, run_dir, data)
+    settings, folder = read_settings(config, overrides, run_dir, data, plain=plain)
     if plain and world_size > 1:
         raise UserError("--train plans for one process: leave --world-size out")
     with starts("plan", settings, folder):

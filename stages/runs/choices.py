@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gaupipe.data.folder import FolderFacts
@@ -27,6 +29,9 @@ GPU_MODEL = (192, 9, 600_000)
 BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images than, batch_size)
 FEWEST_EPOCHS = 12
 MOST_EPOCHS = 90
+FEW_IMAGES = 10_000
+"""Training images below which a pretrained ViT is offered before one from the start."""
+PRETRAINED = "deit_tiny_patch16_224.fb_in1k"
 FINE_TUNING_EPOCHS = 10
 QUERY_BYTES = 16  # of a query in a store of eight keys
 MOST_BYTES = 2e9  # of all stored views
@@ -236,6 +241,17 @@ def _choose_augmentation(
         views = min(max(2, epochs), most)
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", views, reason)
+
+
+def fine_tuning(folder: Path) -> list[str]:
+    """The command that fine-tunes a pretrained ViT on the images of a folder."""
+    shown = os.path.relpath(folder)
+    if shown.startswith(".."):
+        shown = str(folder)
+    name = os.path.basename(os.path.abspath(folder))
+    run_dir = f"runs/{name}-pretrained"
+    model = ["--model", PRETRAINED, "--download"]
+    return ["gaupipe", "train", "--data", shown, *model, "--run-dir", run_dir]
 
 
 def has_gpu(given: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ run begins, and those of its ``config.yaml`` from then on."""
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from stages.runs.choices import choose, has_gpu
+from stages.runs.choices import FEW_IMAGES, choose, fine_tuning, has_gpu
 from stages.runs.directory import RunDirectory
 
 
@@ -48,9 +49,11 @@ def settings_for(
     facts = facts_of(folder)
     choices = choose(facts, str(root), has_gpu(given), given)
     settings = config.parse(choices.tree, "--set")
-    lines = [f"{folder}: {facts}", *(f"  {line}" for line in choices.lines(plain))]
-    if settings.model.name.startswith("gauvit_"):
-        lines.append(f"'gaupipe plan --data {folder}' prints its steps, memory and disk")
+    lines = [f"{folder}: {facts}"]
+    if settings.model.name.startswith("gauvit_") and facts.images < FEW_IMAGES:
+        lines.append("few images for a ViT from the start; first try one that knows others:")
+        lines.append(f"  {shlex.join(fine_tuning(folder))}")
+    lines += [f"  {line}" for line in choices.lines(plain)]
     if not plain and settings.phase_a.teacher == "vit":
         lines.append(
             f"'gaupipe train --data {folder}' does without a teacher, in half the time or less"
