@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
 import yaml
@@ -15,7 +16,8 @@ from gaupipe import __version__
 from gaupipe.data import splits
 from gaupipe.settings import load as config
 from gaupipe.vit.saving import load_folder, save_student, saved_sha256
-from stages import evaluate, export, phase_b
+from stages import evaluate, export, phase_b, predict
+from stages.publish.export_student import to_onnx
 from stages.publish.folder import without_folders
 from stages.runs.directory import RunDirectory
 
@@ -147,3 +149,45 @@ def test_class_names_reach_those_who_load_the_model_and_are_no_markup_in_the_car
     escaped = [name.replace("\x1b", "\\x1b").replace("\x07", "\\x07") for name in names]
     escaped[4], escaped[6] = "two\\n\\n# lines", "caf\\xe9"
     assert shown == escaped
+
+
+# ---- the code of docs/publish.md for an ONNX file ------------------------------------------------
+
+
+def test_the_documented_code_for_onnx_prepares_photos_of_any_shape(tmp_path, monkeypatch):
+    """It agrees with ``gaupipe predict``, which has timm prepare them."""
+    torch.manual_seed(0)
+    sizes = dict(img_size=32, patch_size=4, num_classes=3, in_chans=3)
+    model = timm.create_model("gauvit_pico_patch2_8", **sizes)
+    torch.nn.init.normal_(model.head.weight)  # every pixel matters
+    names = ["ant", "bee", "cat"]
+    scaling = dict(mean=(0.5, 0.4, 0.3), std=(0.1, 0.2, 0.3), interpolation="bilinear")
+    save_student(model, tmp_path / "student", names, crop_pct=1.0, crop_mode="center", **scaling)
+    content, _ = to_onnx(load_folder(tmp_path / "student", ""), torch.zeros(2, 3, 32, 32))
+    (tmp_path / "student.onnx").write_bytes(content)
+
+    page = (Path(__file__).parent.parent / "docs/publish.md").read_text()
+    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    [code] = [block for block in blocks if "onnxruntime" in block]
+    rounded_up = code.replace("short * side // min", "1 + (short * side - 1) // min")
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    differences = []
+    for shape in ((77, 50), (60, 101), (333, 45)):
+        pixels = draw.integers(0, 256, (shape[1] // 4, shape[0] // 4, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize(shape).save("photo.jpg", exif=turned())
+        [prediction] = predict.run("student", [Path("photo.jpg")], top=3)
+        expected = dict(prediction.classes)
+        for written in (code, rounded_up):
+            seen: dict = {}
+            exec(written, seen)
+            got = dict(zip(seen["about"]["label_names"], seen["probabilities"], strict=True))
+            differences.append(max(abs(got[name] - expected[name]) for name in names))
+    assert max(differences[::2]) < 1e-3 < max(differences[1::2])
+
+
+def turned() -> Image.Exif:
+    """The note of a camera that was held upright."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif

@@ -99,7 +99,7 @@ class EpochProgress:
             shown = spread(self._epochs, EPOCHS_SHOWN)
             if shown:
                 table = [[*shown[0]], *([*row.values()] for row in shown)]
-                for line in aligned(table, right=True):
+                for line in aligned(table, self.console.file, right=True):
                     self.console.print(line, soft_wrap=True)
 
     def skip(self, images: int) -> None:

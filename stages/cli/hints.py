@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,11 +15,11 @@ from stages.begin import importing
 from stages.runs.choices import fine_tuning
 
 
-def say(line: str, command: Sequence[object] = ()) -> None:
+def say(line: str, command: Sequence[Any] = ()) -> None:
     """A line of rank 0 on stderr; a ``command`` that ends it can be copied from a terminal."""
     if distributed.launch().rank == 0:
-        typed = shlex.join(map(str, command))
-        print(fitted(f"gaupipe: {line}", sys.stderr, typed), file=sys.stderr)
+        words = [str(word) for word in command]
+        print(fitted(f"gaupipe: {line}", sys.stderr, words), file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -68,14 +67,14 @@ def say_if_overfitted(metrics: Sequence[EpochMetrics], settings: Any) -> None:
     if train is None or val is None or train - val < FAR_APART:
         return
     line = (
-        f"train {100 * train:.1f} % and val {100 * val:.1f} % lie far apart: the ViT has learned "
-        "its training images by heart"
+        f"train {100 * train:.1f} % and val {100 * val:.1f} % lie far apart: the ViT knows its "
+        "training images better than what images of a class have in common"
     )
     if settings.data.name == "folder" and settings.model.name.startswith("gauvit_"):
-        line += "; more of them help, or what a pretrained ViT knows of others:"
+        line += "; more images help, or a ViT that was trained on many others:"
         say(line, fine_tuning(settings.data.root))
     else:
-        say(f"{line}; more of them help, or more augmentation:", ["gaupipe", "settings", "augment"])
+        say(f"{line}; more images help, or more augmentation:", ["gaupipe", "settings", "augment"])
 
 
 def say_next(*commands: list[Any]) -> None:

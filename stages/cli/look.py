@@ -23,7 +23,7 @@ from stages.cli.options import (
     option,
     parse_path,
 )
-from stages.cli.output import on_terminal, print_rich, report, show
+from stages.cli.output import on_terminal, report, show
 from stages.cli.request import (
     find_run,
     is_run,
@@ -77,7 +77,7 @@ def predict(
         stage.write(predictions, out)
         print(out)
     elif on_terminal():
-        print_rich(stage.table(predictions))
+        print("\n".join(stage.lines(predictions)))
     else:
         print(stage.as_csv(predictions), end="")
     stage.check_readable(predictions)

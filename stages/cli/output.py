@@ -13,10 +13,12 @@ def on_terminal() -> bool:
 
 
 def print_rich(*renderables: Any) -> None:
+    """Prints tables, and lines of text that the terminal breaks, so that they can be copied."""
     from rich.console import Console
+    from rich.text import Text
 
     for renderable in renderables:
-        Console().print(renderable)
+        Console().print(renderable, soft_wrap=isinstance(renderable, Text))
 
 
 def show(values: Mapping[str, Any], as_json: bool, tables: Callable[[Any], Iterable]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,14 @@ def stored_maps(run_dir: Path) -> str:
     from stages.runs.directory import RunDirectory
 
     return str(RunDirectory(run_dir).stored())
+
+
+def student_folder(run_dir: Path, name: str, plain: bool) -> Path:
+    """The folder of a student; of two with one name that of phase B, unless ``plain``."""
+    from stages.runs.directory import RunDirectory
+
+    run = RunDirectory(run_dir)
+    return run.student(name, not plain and run.is_distilled(name))
 
 
 def is_run(folder: Path) -> bool:
@@ -160,9 +169,11 @@ def say_choices(lines: list[str]) -> None:
     beginning, and a command stays in one piece."""
     for line in lines:
         setting = re.match(r"  \S+  +", line)
-        if not line.startswith("  gaupipe "):
-            line = fitted(line, sys.stderr, indent=len(setting[0]) if setting else 2)
-        print(line, file=sys.stderr)
+        if line.startswith("  gaupipe "):
+            print(fitted("", sys.stderr, shlex.split(line)), file=sys.stderr)
+        else:
+            indent = len(setting[0]) if setting else 2
+            print(fitted(line, sys.stderr, indent=indent), file=sys.stderr)
 
 
 def parse_list(option: str, text: str, kind: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from gaupipe.data.folder import FolderFacts
 from gaupipe.settings import FILE_IMAGE_SIZE
 from gaupipe.settings.load import set_value
 from gaupipe.settings.sections import LOCAL
+from gaupipe.system.files import from_here
 
 # (fewest pixels of the shorter side, image_size, patch_size); None is the size of the images
 SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
@@ -245,13 +246,10 @@ def _choose_augmentation(
 
 def fine_tuning(folder: Path) -> list[str]:
     """The command that fine-tunes a pretrained ViT on the images of a folder."""
-    shown = os.path.relpath(folder)
-    if shown.startswith(".."):
-        shown = str(folder)
     name = os.path.basename(os.path.abspath(folder))
-    run_dir = f"runs/{name}-pretrained"
     model = ["--model", PRETRAINED, "--download"]
-    return ["gaupipe", "train", "--data", shown, *model, "--run-dir", run_dir]
+    run_dir = ["--run-dir", f"runs/{name}-pretrained"]
+    return ["gaupipe", "train", "--data", from_here(folder), *model, *run_dir]
 
 
 def has_gpu(given: Mapping[str, Any]) -> bool:

@@ -51,7 +51,7 @@ def settings_for(
     settings = config.parse(choices.tree, "--set")
     lines = [f"{folder}: {facts}"]
     if settings.model.name.startswith("gauvit_") and facts.images < FEW_IMAGES:
-        lines.append("few images for a ViT from the start; first try one that knows others:")
+        lines.append("these are few images for a ViT from the start; first try a pretrained one:")
         lines.append(f"  {shlex.join(fine_tuning(folder))}")
     lines += [f"  {line}" for line in choices.lines(plain)]
     if not plain and settings.phase_a.teacher == "vit":
