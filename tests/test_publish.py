@@ -11,6 +11,7 @@ import torch
 import yaml
 from markdown_it import MarkdownIt
 from PIL import Image
+from scipy.stats import binomtest
 
 from gaupipe import __version__
 from gaupipe.data import splits
@@ -51,8 +52,10 @@ def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_proce
     assert result["dataset"]["split"] == "validation"  # the digits have no test images
     assert result["metrics"][0]["value"] == round(scores["top1"], 4)
     assert "license" not in head and "To be filled in" in card
+    wilson = binomtest(round(360 * scores["top1"]), 360).proportion_ci(method="wilson")
+    low, high = 100 * wilson.low, 100 * wilson.high
     for said in (
-        f"| validation | 360 | {100 * scores['top1']:.2f} % |",
+        f"| validation | 360 | {100 * scores['top1']:.2f} % | {low:.1f} to {high:.1f} % |",
         "40 training images, 360 validation images",
         f"gaupipe {__version__}",
         "a ViT with GauAttention, trained in phase A; epochs: 1;",

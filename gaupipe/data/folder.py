@@ -242,13 +242,23 @@ class FolderFacts:
 
 
 def facts_of(root: Path) -> FolderFacts:
-    """Looks at a folder. No pixels are read. Raises UserError for a folder that cannot be meant,
-    and for a sampled file that is no image."""
+    """Looks at a folder. No pixels are read, and files that are no images are passed over, because
+    whoever reads all of them says which these are. Raises UserError for a folder that cannot be
+    meant, and where none of the sampled files is an image."""
     folders = layout(root)
     classes = find_classes(folders.train)
     names = [name for images in classes.values() for name in images]
     sampled = dict.fromkeys(names[i * len(names) // SAMPLE] for i in range(SAMPLE))
-    widths, heights = zip(*(_size(folders.train / name) for name in sampled), strict=True)
+    sizes = []
+    refusal = None
+    for name in sampled:
+        try:
+            sizes.append(_size(folders.train / name))
+        except UserError as error:
+            refusal = refusal or error
+    if refusal and not sizes:
+        raise refusal
+    widths, heights = zip(*sizes, strict=True)
     return FolderFacts(
         counts={name: len(images) for name, images in classes.items()},
         width=round(statistics.median(widths)),

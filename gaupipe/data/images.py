@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -37,11 +39,43 @@ not kept."""
 
 
 def content_digests(root: Path, names: list[str]) -> list[str]:
-    """SHA-256 of each file's content, in hexadecimal digits.
+    """SHA-256 of each file's content, in hexadecimal digits. Raises UserError where files cannot be
+    read to their end as images, after a line for each of several on stderr."""
+    digests, problems = examined(root, names)
+    if problems:
+        first, *others = problems.values()
+        remedy = "--set data.unreadable=leave_out goes on without"
+        if not others:
+            raise UserError(f"{first}; {remedy} it")
+        say_lines(problems.values())
+        raise UserError(
+            f"{first}; the {len(problems)} of {len(names)} images that are not are listed above; "
+            f"{remedy} them"
+        )
+    return [digests[name] for name in names]
+
+
+def say_lines(lines: Iterable[str]) -> None:
+    """Prints lines on stderr, in the first process alone."""
+    if multiprocessing.parent_process() is None:
+        print("\n".join(lines), file=sys.stderr)
+
+
+def readable(root: Path, names: list[str]) -> list[bool]:
+    """For each file whether it can be read to its end as an image. Lines on stderr say which cannot
+    and why."""
+    _, problems = examined(root, names)
+    if problems:
+        say_lines([*problems.values(), f"{root}: goes on without these images: {len(problems)}"])
+    return [name not in problems for name in names]
+
+
+def examined(root: Path, names: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """By name the SHA-256 of each file that can be read to its end as an image, and of the others
+    why they cannot, in the order of ``names``.
 
     A file is read only if the cache does not know it with its present size, time stamps and inode.
-    The inode counts because files that change places may agree in the rest. Raises UserError when a
-    file cannot be read to its end as an image.
+    The inode counts because files that change places may agree in the rest.
     """
     settled_ns = time.time_ns() - SETTLED_NS
     paths = {name: os.path.join(root, name) for name in names}
@@ -53,6 +87,7 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
         if name in stamps and stamp == stamps[name][0]
     }
     digests = {name: digest for name, (_, digest) in known.items()}
+    problems = {}
     unknown = [name for name in names if name not in known]
     if unknown:
         with (
@@ -61,16 +96,19 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
         ):
             try:
                 answers = pool.map(_examine, [paths[name] for name in unknown])
-                for name, digest in zip(unknown, answers, strict=True):
+                for name, (digest, problem) in zip(unknown, answers, strict=True):
                     stamp, changed_ns = stamps[name]
-                    digests[name] = digest
-                    if changed_ns < settled_ns:
-                        known[name] = stamp, digest
+                    if problem:
+                        problems[name] = problem
+                    else:
+                        digests[name] = digest
+                        if changed_ns < settled_ns:
+                            known[name] = stamp, digest
                     progress.advance(1)
-            finally:  # so that nothing is read twice after a refusal or an interrupt
+            finally:  # so that nothing is read twice after an interrupt
                 pool.shutdown(cancel_futures=True)
                 write_digests(cached, known)
-    return [digests[name] for name in names]
+    return digests, problems
 
 
 def _stamp(path: str) -> tuple[str, int]:
@@ -84,13 +122,17 @@ def _stamp(path: str) -> tuple[str, int]:
     return f"{status.st_size} {modified} {changed} {status.st_ino}", max(modified, changed)
 
 
-def _examine(path: str) -> str:
-    """The digest of a file's content. Raises UserError for a file that is no image."""
-    with refusing(path), open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(0)
-        check(file)
-        return digest
+def _examine(path: str) -> tuple[str, str]:
+    """The digest of a file's content, and why the file is no image that can be read, "" for one
+    that can."""
+    try:
+        with refusing(path), open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            check(file)
+    except UserError as error:
+        return "", str(error)
+    return digest, ""
 
 
 class ArrayImages(Dataset[Any]):

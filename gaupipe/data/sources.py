@@ -9,6 +9,7 @@ import gzip
 import os
 import zlib
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from gaupipe.data.folder import find_classes, layout
-from gaupipe.data.images import ArrayImages, FileImages, Source
+from gaupipe.data.images import ArrayImages, FileImages, Source, readable
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 
@@ -120,8 +121,23 @@ def labelled_images(
     class in ``names``."""
     numbers = {name: number for number, name in enumerate(names)}
     files = [file for images in classes.values() for file in images]
-    labels = [numbers[name] for name, images in classes.items() for _ in images]
-    return FileImages(folder, files, np.asarray(labels), settings, names)
+    labels = np.asarray([numbers[name] for name, images in classes.items() for _ in images])
+    return file_images(folder, files, labels, settings, names)
+
+
+def file_images(
+    root: Path, files: list[str], labels: np.ndarray, settings: DataSettings, names: Sequence[str]
+) -> FileImages:
+    """Image files with labels [N], or where ``data.unreadable`` says so those that can be read.
+    Raises UserError where of a class none is left."""
+    if settings.unreadable == "leave_out":
+        kept = readable(root, files)
+        for label in sorted({*labels.tolist()} - {*labels[kept].tolist()}):
+            name = names[label] if names else label
+            raise UserError(f"{root}: no image of the class {str(name)!r} can be read")
+        files = list(compress(files, kept))
+        labels = labels[kept]
+    return FileImages(root, files, labels, settings, names)
 
 
 def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:
@@ -181,7 +197,7 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     start = len(os.path.join(data_set.root, ""))
     names = [str(path)[start:] for path, _ in files]
     labels = np.asarray([label for _, label in files])
-    return FileImages(Path(data_set.root), names, labels, settings, class_names)
+    return file_images(Path(data_set.root), names, labels, settings, class_names)
 
 
 def _files(data_set: Any) -> list[tuple[str, int]]:

@@ -192,7 +192,7 @@ def view(
 ) -> None:
     """Look at attention maps in a browser: of a store, or of any ViT.
 
-    Needs `pip install 'gaupipe[view]'`.
+    Needs `pip install -e '.[view]'` in the folder of gaupipe's clone.
 
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """

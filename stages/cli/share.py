@@ -29,7 +29,7 @@ def export_student(
     """Write a student as ONNX or by torch.export.
 
     The file is run, and its outputs are compared with the student's. ONNX needs
-    `pip install 'gaupipe[onnx]'`.
+    `pip install -e '.[onnx]'` in the folder of gaupipe's clone.
 
     Example: `gaupipe export-student --student belief2 --out belief2.onnx`
     """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, write_whole
+from gaupipe.system.imports import pip_install
 from gaupipe.vit.saving import class_names
 from stages.runs.trained import load_student
 
@@ -34,7 +35,7 @@ def to_onnx(student: VisionTransformer, images: Tensor) -> Exported:
         import onnxruntime
         import onnxscript  # noqa: F401  (torch's exporter needs it)
     except ImportError as error:
-        raise UserError(f"export to ONNX needs {error.name}: pip install 'gaupipe[onnx]'") from None
+        raise UserError(f"export to ONNX needs {error.name}: {pip_install('onnx')}") from None
     program = torch.onnx.export(
         student,
         (images,),

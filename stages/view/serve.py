@@ -16,6 +16,7 @@ import store
 from gaupipe.distillation.files import FilesJob, open_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
+from gaupipe.system.imports import pip_install
 from stages.look.image_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
 from stages.view.page import write_page
@@ -137,7 +138,7 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
         from stages.view.app import make_app
     except ModuleNotFoundError as error:
         raise UserError(
-            f"view: the package {error.name} is missing: pip install 'gaupipe[view]'; --html works "
+            f"view: the package {error.name} is missing: {pip_install('view')}; --html works "
             "without"
         ) from None
     listening = bound(port)
