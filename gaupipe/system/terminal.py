@@ -21,8 +21,9 @@ def fitted(line: str, stream: IO[str], command: Sequence[str] = (), indent: int 
     if not stream.isatty():
         return f"{line} {shlex.join(command)}".rstrip()
     columns = shutil.get_terminal_size().columns
-    # a space that does not break keeps a command that is quoted in one piece
+    # a space that does not break keeps a command that is quoted in one piece, and a percentage
     whole = QUOTED.sub(lambda quoted: quoted[0].replace(" ", "\0"), line)
+    whole = re.sub(r"(?<=\d) (?=%)", "\0", whole)
     lines = textwrap.wrap(
         whole,
         columns,

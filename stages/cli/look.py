@@ -151,7 +151,10 @@ def inspect(
                 raise UserError(
                     f"--{name} {value}: shows one image's map: name the image with --image ID"
                 )
-        report(stage.summary(maps, run_dir), as_json)
+        summary = stage.summary(maps, run_dir)
+        if not as_json:  # a digest of 64 digits is longer than a line
+            summary["teacher_sha256"] = f"{summary['teacher_sha256']!s:.16} ..."
+        report(summary, as_json)
         return
     seen = stage.attention(image, url=maps, run_dir=run_dir, student=student, **options)
     show(seen, as_json, lambda seen: [stage.heat_map(seen)])
