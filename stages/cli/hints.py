@@ -12,7 +12,6 @@ from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.system.terminal import fitted
 from stages.begin import importing
-from stages.runs.choices import fine_tuning
 
 
 def say(line: str, command: Sequence[Any] = ()) -> None:
@@ -70,6 +69,8 @@ def say_if_overfitted(metrics: Sequence[EpochMetrics], settings: Any) -> None:
         f"train {100 * train:.1f} % and val {100 * val:.1f} % lie far apart: the ViT knows its "
         "training images better than what images of a class have in common"
     )
+    from stages.runs.choices import fine_tuning  # with numpy and Pillow
+
     if settings.data.name == "folder" and settings.model.name.startswith("gauvit_"):
         line += "; more images help, or a ViT that was trained on many others:"
         say(line, fine_tuning(settings.data.root))
