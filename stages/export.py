@@ -44,7 +44,6 @@ from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from stages import phase_a
 from stages.phase_a.trained_vit import probe_where_others_are_predicted, say_what_students_lack
-from stages.phase_a.trained_vit import probe_where_others_are_predicted
 from stages.publish import store_card
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory

@@ -7,7 +7,6 @@ goes to an address of its own.
 import json
 import shutil
 import socket
-import time
 from io import BytesIO
 from pathlib import Path
 
