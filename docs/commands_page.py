@@ -42,6 +42,8 @@ def parameters(function: Callable) -> Iterator[tuple[str, str, str]]:
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
         extras = get_args(hints[name])[1:]
+        if not extras:  # typer's own context
+            continue
         info = next(extra for extra in extras if isinstance(extra, ArgumentInfo | OptionInfo))
         spelling = info.metavar
         if isinstance(info, OptionInfo):  # in Annotated typer keeps an option's name as a default

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from gaupipe.settings.sections import HFDS, LOCAL, STREAMS
 from gaupipe.system import distributed
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import check_file
 from stages.runs.directory import RunDirectory
 
@@ -32,6 +33,25 @@ def importing() -> Iterator[None]:
     finally:
         if shown:
             print(" " * len(WAITS), end="\r", file=sys.stderr, flush=True)
+
+
+def import_file(path: Path) -> None:
+    """Runs a user's file as a module of its name. Raises UserError where it is not there or
+    fails."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UserError(f"--import {path}: should be a Python file, whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    with importing():
+        import gaupipe.vit.models  # noqa: F401  (timm should know the attentions of gaupipe too)
+
+        try:
+            spec.loader.exec_module(module)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"--import {path}: {one_line(error)}") from error
 
 
 def check_paths(

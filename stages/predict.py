@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,8 +13,6 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
+from gaupipe.system.terminal import aligned
 from gaupipe.teachers.pretrained import load_model
 from gaupipe.vit.saving import class_names
 
@@ -156,13 +156,16 @@ def as_csv(predictions: Sequence[Prediction]) -> str:
     return text.getvalue()
 
 
-def table(predictions: Sequence[Prediction]) -> Table:
+def lines(predictions: Sequence[Prediction]) -> list[str]:
     """The predictions for a terminal; a file that is no readable image says why."""
-    rows = Table("image", "classes", box=None, pad_edge=False)
+    rows = [("classes", "image")]
     for prediction in predictions:
-        classes = ", ".join(f"{name} {p:.1%}" for name, p in prediction.classes)
-        rows.add_row(Text(prediction.path), Text(prediction.problem or classes))
-    return rows
+        if prediction.problem:
+            rows.append(("-", prediction.problem))  # which begins with the path
+        else:
+            classes = ", ".join(f"{name} {p:.1%}" for name, p in prediction.classes)
+            rows.append((classes, prediction.path))
+    return aligned(rows, sys.stdout)
 
 
 def write(predictions: Sequence[Prediction], out: Path) -> None:

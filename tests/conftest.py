@@ -14,9 +14,10 @@ import torch
 import typer
 
 import gaupipe  # noqa: F401  (before the command line, which would leave torch for later)
-from object_storage import s3, server  # noqa: F401  (fixtures)
+from object_storage import s3, server
 from pictures import write_idx
 from runs import run_main
+from storage import CREDENTIALS, s3_server
 
 torch.set_num_threads(1)
 
@@ -125,3 +126,19 @@ def browser():
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Address of an S3 server with a bucket ``maps``."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as address:
+        yield address
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    """The URL of the bucket, with the server's credentials in the environment."""
+    given = {**CREDENTIALS, "AWS_ENDPOINT_URL": server, "AWS_REGION": "us-east-1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    return "s3://maps"

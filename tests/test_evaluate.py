@@ -2,22 +2,22 @@
 student may go."""
 
 import csv
-import io
 import json
 import resource
+import shlex
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from rich.console import Console
 from scipy.stats import binomtest
 from sklearn.metrics import confusion_matrix
 
 import store
 from arguments import sets
 from runs import run_main
+from stages.cli.output import print_rich
 from stages.evaluate.by_class import by_class, tables
 from stages.predict import Prediction
 
@@ -71,7 +71,7 @@ def test_classes_mistakes_and_files_are_those_of_the_predictions(photos, tmp_pat
     arguments = ["evaluate", "--run-dir", photos / "run", "--confusion", "c.png"]
     code, text, err = in_process(*arguments, "--out", "p.json", cwd=tmp_path)
     assert code == 0, err
-    assert max(map(len, text.splitlines())) <= 80 and "top1_interval" in text
+    assert " (95 % interval 0." in text
     look, _, image = err.rpartition(" --image ")
     assert look.endswith(f"view --run-dir {photos / 'run'} --student belief --split val")
     code, out, err = in_process(*arguments, "--out", "p.csv", "--json", cwd=tmp_path)
@@ -105,8 +105,13 @@ def test_another_folder_is_scored_like_the_split_it_is(photos, tmp_path, in_proc
     assert scores == {name: whole[name] for name in scores} and "confusion" in scores
     part = Path(shutil.copytree(photos / "photos/val", tmp_path / "part"))
     shutil.rmtree(part / "cat")
-    code, out, _ = in_process(*arguments[:-1], "--data", part)
+    code, out, err = in_process(*arguments[:-1], "--data", part)
     assert code == 0 and "no images of cat" in out and scores["classes"][1]["class"] == "bee"
+    look = shlex.split(err.rpartition("next: ")[2])
+    model = photos / "run/plain/belief"
+    assert look[:4] == ["gaupipe", "view", "--model", str(model)] and look[4::2] == 5 * ["--images"]
+    wrong = [row["path"] for row in scores["mistakes"] if "/cat/" not in row["path"]]
+    assert {*look[5::2]} & {path.replace(str(photos / "photos/val"), str(part)) for path in wrong}
 
 
 @pytest.fixture(scope="module")
@@ -196,18 +201,20 @@ def test_images_without_files_are_named_by_their_ids(run, in_process, tmp_path):
     assert {row["path"] for row in json.loads(out)["mistakes"]} <= {row["path"] for row in rows}
 
 
-def test_tables_of_many_classes_fit_a_terminal():
+def test_tables_of_many_classes_fit_a_terminal_and_no_path_is_broken(monkeypatch, capfd):
     names = [f"a class with quite a long name [{number}]" for number in range(300)]
     draw = np.random.default_rng(0)
     rows = [
-        Prediction("/photos/" + 90 * "x", ((names[draw.integers(280)], 0.5),), label=name)
+        Prediction(f"/photos/{90 * 'x'}.jpg", ((names[draw.integers(280)], 0.5),), label=name)
         for name in names[:280]
     ]
     scores = by_class(rows, names)
-    terminal = Console(width=80, file=io.StringIO())
-    terminal.print(*tables(scores), sep="\n")
-    lines = terminal.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80 and len(lines) < 110
+    monkeypatch.setenv("COLUMNS", "80")
+    print_rich(*tables(scores))
+    lines = capfd.readouterr().out.splitlines()
+    paths = [line for line in lines if line.endswith(f"  0.5000       {rows[0].path}")]
+    assert len(paths) == len(scores["mistakes"]) == 10
+    assert max(map(len, lines[: lines.index(paths[0]) - 1])) <= 80 and len(lines) < 110
     said = " ".join(line.strip() for line in lines)
     assert "and 260 classes with higher accuracy" in said and "15 more classes" in said
 

@@ -1,5 +1,6 @@
 """Images in files: what a folder holds, what is refused, how pixels are decoded, and the digest."""
 
+import json
 import os
 import shutil
 import struct
@@ -87,7 +88,34 @@ def test_a_file_that_is_no_image_is_refused_by_name(root, split, content, reason
     other = root / split / "cat" / "0.bmp"
     other.write_text("none")
     message = refused(root)
-    assert message.startswith(f"{other}: not")
+    assert message.startswith(f"{other}: not") and "; the 2 of " in message
+
+
+def test_all_unreadable_files_are_listed_and_can_be_left_out(root, in_process, tmp_path):
+    """A run without them is one on a folder that never had them, but for their names."""
+    broken = [root / name for name in ("train/cat/1.bmp", "train/cat/2.bmp", "val/cat/1.bmp")]
+    shutil.copytree(root, tmp_path / "without")
+    for path in broken:
+        (tmp_path / "without" / path.relative_to(root)).unlink()
+        os.truncate(path, 150)
+    call = ("train", "--data", root, "--run-dir", tmp_path / "run", "--epochs", 1)
+    model = sets("model.args={depth: 1, embed_dim: 16, num_heads: 2, patch_size: 4}", "threads=1")
+    code, out, err = in_process(*call, *model)
+    listed = [line for line in err.splitlines() if line.startswith(f"{root}/train/cat/")]
+    assert (code, out) == (2, "") and not (tmp_path / "run").exists()
+    assert [line.partition(":")[0] for line in listed] == [str(path) for path in broken[:2]]
+    leave_out = "--set data.unreadable=leave_out"
+    assert leave_out in err.splitlines()[-1]
+    code, _, err = in_process(*call, *model, *leave_out.split())
+    assert code == 0 and all(f"\n{path}: not readable" in f"\n{err}" for path in broken), err
+    split = json.loads((tmp_path / "run/split.json").read_text())
+    whole = load(tmp_path / "without")
+    assert split["sha256"] == whole.sha256 and split["val_sha256"] == whole.val_sha256
+    assert split["val"] == whole.val.source.names and "cat/0.bmp" in split["val"]
+    assert in_process("evaluate", "--run-dir", tmp_path / "run")[0] == 0
+    for path in (root / "train" / "cat").iterdir():
+        path.write_text("none")
+    assert refused(root, unreadable="leave_out").endswith("of the class 'cat' can be read")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,10 +1,16 @@
 """``import gaupipe`` from a user's program: timm knows the names whoever starts the program and
 whatever is imported first, and a file of the user that hides one of gaupipe's packages is named."""
 
+import os
+import shlex
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+from gaupipe.system.imports import pip_install
 
 BUILD = """
 model = timm.create_model("vit_tiny_patch16_224", attn_layer="gau_belief", depth=1)
@@ -66,3 +72,15 @@ def test_a_folder_of_the_user_without_modules_is_in_nobodys_way(tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "train.py").write_text("import gaupipe, store; print(store.Schema.__name__)")
     assert python("train.py", cwd=tmp_path).stdout == "Schema\n"
+
+
+def test_the_command_that_adds_an_extra_works_where_gaupipe_is_a_clone(tmp_path, monkeypatch):
+    """From any folder, with the pip of this environment."""
+    for folder in (tmp_path, Path(__file__).parents[1]):
+        monkeypatch.chdir(folder)
+        *pip, _install, edit, named = shlex.split(pip_install("view"))
+        clone, extra = named.removesuffix("]").split("[")
+        project = tomllib.loads(Path(clone, "pyproject.toml").read_text())["project"]
+        assert edit == "-e" and project["name"] == "gaupipe"
+        assert extra in project["optional-dependencies"]
+        assert pip[:-2] in ([], [sys.executable], [os.path.relpath(sys.executable)])

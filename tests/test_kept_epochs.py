@@ -2,12 +2,14 @@
 interruption."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from scipy.stats import binomtest
 
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
@@ -125,8 +127,10 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     run.path.mkdir()
     run.config.write_text(config.dump(settings))
     code, _, err = in_process("phase-b", "--run-dir", run.path, "--no-distill")
-    assert code == 0 and "epoch 6 is the best (val_acc 0.6000); " in err
-    assert "standard/student is of this epoch (train.keep=best), " in err
+    low, high = binomtest(216, 360).proportion_ci(method="wilson")  # the digits to validate on
+    shown = f"60.0 % ({100 * low:.1f} to {100 * high:.1f} %, 95 % interval of 360 images)"
+    kept = "standard/student is of epoch 6, the best (train.keep=best): val "
+    assert code == 0 and f"{kept}{shown}; " in err and "to keep epoch" not in err
     assert evaluate.run(run.path, "standard", distilled=False)["epoch"] == 6
     folder = run.student("standard", distilled=False)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -135,8 +139,12 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     assert line.val_acc == CURVE[5]
     again = ["phase-b", "--run-dir", run.path, "--no-distill", "--resume", "--set"]
     for keep, epoch in (("last", 7), ("best", 6), ("last", 7)):
-        assert in_process(*again, f"train.keep={keep}")[0] == 0
-        assert said(folder)["epoch"] == epoch
+        code, _, err = in_process(*again, f"train.keep={keep}")
+        assert code == 0 and said(folder)["epoch"] == epoch
+    # what the last one says brings back the best
+    [line] = [line for line in err.splitlines() if "to keep epoch 6, the best" in line]
+    assert in_process(*shlex.split(line.partition(": gaupipe ")[2]))[0] == 0
+    assert said(folder)["epoch"] == 6
 
 
 def test_a_student_whose_saving_was_interrupted_is_not_taken_for_another_epoch(

@@ -16,6 +16,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
+from gaupipe.system.imports import pip_install
 from gaupipe.training.update import Update
 from pictures import UNCHANGED, NumberedMaps
 from stages import export, phase_a, phase_b
@@ -155,7 +156,7 @@ def test_a_logger_that_is_not_installed_is_said_before_work_starts(
     settings = sets(*TINY, "log.to=[wandb]")
     code, _, err = in_process(command, "digits", "--run-dir", tmp_path / "run", *settings)
     assert code == 2 and err.count("\n") == 1
-    assert "log.to: wandb is not installed" in err and "pip install 'gaupipe[wandb]'" in err
+    assert "log.to: wandb is not installed" in err and pip_install("wandb") in err
     assert not (tmp_path / "run").exists()
 
 

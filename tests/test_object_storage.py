@@ -14,6 +14,7 @@ import zarr
 import store
 from object_storage import CREDENTIALS
 from stages.view.serve import open_viewer
+from storage import CREDENTIALS
 from store.files import Files
 from stores import (
     assert_stored,

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import shutil
 
 import pytest
@@ -16,6 +17,7 @@ from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from pictures import facts, photos
 from runs import metrics
+from stages.cli.hints import say_if_overfitted
 from stages.runs.choices import Choices, choose
 from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
@@ -345,3 +347,31 @@ def test_a_folder_is_compared_without_settings(tmp_path, in_process):
     [cell] = json.loads(out)["rows"]
     assert cell["row"] == "plain ViT" and len(cell["runs"][0]["val_acc"]) == 1
     assert (tmp_path / "runs" / "compare-photos" / "compare.json").is_file()
+
+
+def test_few_photos_are_offered_a_pretrained_vit_and_plan_says_nothing_of_maps(
+    tmp_path, in_process
+):
+    photos(tmp_path / "photos")
+    code, _, err = in_process("plan", "--data", "photos", "--train", cwd=tmp_path)
+    facts, few, command, *settings = err.splitlines()
+    assert code == 0 and "few images" in few and "training images of" in facts
+    words = shlex.split(command)
+    assert words[:4] == ["gaupipe", "train", "--data", "photos"] and "--download" in words
+    assert settings and not any("map" in line or "teacher=" in line for line in settings)
+    pretrained = sets("model.name=vit_tiny_patch16_224")
+    assert "few images" not in in_process("plan", "--data", "photos", *pretrained, cwd=tmp_path)[2]
+
+
+@pytest.mark.parametrize("train, said", [(0.74, False), (0.76, True)])
+def test_accuracies_far_apart_are_explained(capsys, tmp_path, monkeypatch, train, said):
+    monkeypatch.chdir(tmp_path)
+    metrics: list = [{"train_acc": train, "val_acc": 0.6}]
+    for name, follows in (
+        ("folder", "train --data photos --model"),
+        ("digits", "settings augment"),
+    ):
+        root = f"data.root={tmp_path / 'photos'}"
+        say_if_overfitted(metrics, config.load("digits", [f"data.name={name}", root]))
+        err = capsys.readouterr().err
+        assert ("lie far apart" in err) is (f"gaupipe {follows}" in err) is said

@@ -164,3 +164,12 @@ def test_without_a_model_the_run_used_last_predicts(copied_run, pictures, in_pro
     student = run / "phase_b" / "standard" / "student"
     assert in_process("predict", student, "grey.png", cwd=tmp_path)[1] == alone[1]
     assert in_process("predict", "grey.png", grey, cwd=tmp_path)[1].count("\n") == 3
+    (tmp_path / "more").mkdir()
+    shutil.copy(grey, tmp_path / "more")
+    assert in_process("predict", "more", "grey.png", cwd=tmp_path)[1].count("\n") == 3
+    for words, said in (
+        ((), "name images, or folders of images"),
+        (("absent.png", "grey.png"), "absent.png: no such file or folder"),
+    ):
+        code, _, err = in_process("predict", *words, cwd=tmp_path)
+        assert (code, err.count("\n")) == (2, 1) and said in err

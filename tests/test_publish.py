@@ -5,18 +5,21 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
 import yaml
 from markdown_it import MarkdownIt
 from PIL import Image
+from scipy.stats import binomtest
 
 import store
 from gaupipe import __version__
 from gaupipe.data import splits
 from gaupipe.settings import load as config
 from gaupipe.vit.saving import load_folder, save_student, saved_sha256
-from stages import evaluate, export, phase_b
+from stages import evaluate, export, phase_b, predict
+from stages.publish.export_student import to_onnx
 from stages.publish.folder import without_folders
 from stages.runs.directory import RunDirectory
 
@@ -50,8 +53,10 @@ def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_proce
     assert result["dataset"]["split"] == "validation"  # the digits have no test images
     assert result["metrics"][0]["value"] == round(scores["top1"], 4)
     assert "license" not in head and "To be filled in" in card
+    wilson = binomtest(round(360 * scores["top1"]), 360).proportion_ci(method="wilson")
+    low, high = 100 * wilson.low, 100 * wilson.high
     for said in (
-        f"| validation | 360 | {100 * scores['top1']:.2f} % |",
+        f"| validation | 360 | {100 * scores['top1']:.2f} % | {low:.1f} to {high:.1f} % |",
         "40 training images, 360 validation images",
         f"gaupipe {__version__}",
         "a ViT with GauAttention, trained in phase A; epochs: 1;",
@@ -169,3 +174,45 @@ def test_a_store_has_a_card_that_its_owner_may_edit(run):
     export.run(run, overwrite=True)
     assert "licence under which these may be used" in path.read_text()
     assert DatasetCard.load(path).data.license is None
+
+
+# ---- the code of docs/publish.md for an ONNX file ------------------------------------------------
+
+
+def test_the_documented_code_for_onnx_prepares_photos_of_any_shape(tmp_path, monkeypatch):
+    """It agrees with ``gaupipe predict``, which has timm prepare them."""
+    torch.manual_seed(0)
+    sizes = dict(img_size=32, patch_size=4, num_classes=3, in_chans=3)
+    model = timm.create_model("gauvit_pico_patch2_8", **sizes)
+    torch.nn.init.normal_(model.head.weight)  # every pixel matters
+    names = ["ant", "bee", "cat"]
+    scaling = dict(mean=(0.5, 0.4, 0.3), std=(0.1, 0.2, 0.3), interpolation="bilinear")
+    save_student(model, tmp_path / "student", names, crop_pct=1.0, crop_mode="center", **scaling)
+    content, _ = to_onnx(load_folder(tmp_path / "student", ""), torch.zeros(2, 3, 32, 32))
+    (tmp_path / "student.onnx").write_bytes(content)
+
+    page = (Path(__file__).parent.parent / "docs/publish.md").read_text()
+    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    [code] = [block for block in blocks if "onnxruntime" in block]
+    rounded_up = code.replace("short * side // min", "1 + (short * side - 1) // min")
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    differences = []
+    for shape in ((77, 50), (60, 101), (333, 45)):
+        pixels = draw.integers(0, 256, (shape[1] // 4, shape[0] // 4, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize(shape).save("photo.jpg", exif=turned())
+        [prediction] = predict.run("student", [Path("photo.jpg")], top=3)
+        expected = dict(prediction.classes)
+        for written in (code, rounded_up):
+            seen: dict = {}
+            exec(written, seen)
+            got = dict(zip(seen["about"]["label_names"], seen["probabilities"], strict=True))
+            differences.append(max(abs(got[name] - expected[name]) for name in names))
+    assert max(differences[::2]) < 1e-3 < max(differences[1::2])
+
+
+def turned() -> Image.Exif:
+    """The note of a camera that was held upright."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif

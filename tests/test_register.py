@@ -47,6 +47,17 @@ def test_an_imported_attention_is_trained_and_its_folder_says_what_is_missing(tm
     assert without.returncode == 2 and "residual" in without.stderr.splitlines()[-1]
 
 
+def test_the_processes_of_a_comparison_know_an_imported_attention(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    settings = sets(*tiny(100, 50, 1, depth=1))
+    rows = ("--seeds", 0, "--row", "plain ViT, residual", "--jobs", 2)
+    compare = ("--import", "mine.py", "compare", "--students", "residual", *rows, "--json")
+    done = command(*compare, *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [len(row["runs"]) for row in rows] == [1, 1] and not any(row["failed"] for row in rows)
+
+
 def test_a_registered_attention_is_one_of_timm_too(monkeypatch):
     class Residual(StudentAttention):
         def combine(self, mh, v):

@@ -1,12 +1,14 @@
 """Lines on a terminal of 80 columns: what can be copied stays in one piece."""
 
 import io
+import shlex
+import subprocess
 
 from rich.console import Console
 
 from gaupipe.system import progress
 from gaupipe.system.progress import EpochProgress
-from gaupipe.system.terminal import fitted
+from gaupipe.system.terminal import aligned, fitted
 
 COMMAND = "gaupipe phase-b --run-dir runs/a-folder --name another-student --no-distill"
 
@@ -26,9 +28,28 @@ def test_words_paths_and_commands_are_not_broken(monkeypatch):
     assert all(len(line) <= 80 or path in line for line in lines)
 
 
-def test_the_command_that_follows_is_a_line_of_its_own():
-    assert fitted("gaupipe: next:", Terminal(), COMMAND).splitlines()[1].strip() == COMMAND
-    assert fitted("gaupipe: next:", io.StringIO(), COMMAND) == f"gaupipe: next: {COMMAND}"
+def test_the_command_that_follows_can_be_copied(monkeypatch):
+    words = [*shlex.split(COMMAND), "--maps", "a folder/maps.zarr"]
+    said = fitted("gaupipe: next:", io.StringIO(), words)
+    assert said == f"gaupipe: next: {COMMAND} --maps 'a folder/maps.zarr'"
+    monkeypatch.setenv("COLUMNS", "60")
+    first, *typed = fitted("gaupipe: next:", Terminal(), words).splitlines()
+    assert first == "gaupipe: next:" and len(typed) == 3 and max(map(len, typed)) <= 60
+    shell = ["sh", "-c", "\n".join(["printf '%s\n' \\", *typed])]  # takes it as it stands
+    assert subprocess.run(shell, text=True, capture_output=True).stdout.splitlines() == words
+
+
+def test_a_path_that_does_not_fit_a_table_is_a_line_of_its_own(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = [("class", "image"), ("hat", "photos/a.jpg"), ("猫", "photos/b.jpg")]
+    assert aligned(rows, Terminal()) == [
+        "class  image",
+        "hat    photos/a.jpg",
+        "猫     photos/b.jpg",  # two columns wide
+    ]
+    rows.append(("hat", f"photos/{40 * 'x'}.jpg"))
+    assert aligned(rows, Terminal())[-2:] == ["hat", f"  {rows[-1][1]}"]
+    assert aligned(rows, io.StringIO())[-1] == f"hat    {rows[-1][1]}"
 
 
 def test_of_many_epochs_a_terminal_keeps_ten(monkeypatch):
@@ -39,9 +60,11 @@ def test_of_many_epochs_a_terminal_keeps_ten(monkeypatch):
         job.console = console
         job._bar = progress.Bar(console=console, transient=True)
         for number in range(48):
-            job.epoch(f"xsa epoch {number + 1}/48: val_acc 0.5")
+            job.epoch(number + 1, {"val": f"{number}.0 %", "time": "0.1 s"})
         assert [line.plain for line in job._bar.get_renderables() if hasattr(line, "plain")] == [
-            "xsa epoch 48/48: val_acc 0.5"
+            "xsa epoch 48/48: val 47.0 %, time 0.1 s"
         ]
-    lines = [line for line in terminal.getvalue().splitlines() if "xsa epoch" in line]
-    assert len(lines) == 10 and "epoch 1/48" in lines[0] and "epoch 48/48" in lines[-1]
+    lines = terminal.getvalue().splitlines()
+    start = lines.index("epoch     val   time")
+    assert lines[start + 1] == "    1   0.0 %  0.1 s"
+    assert lines[-1] == "   48  47.0 %  0.1 s" and len(lines) == start + 11

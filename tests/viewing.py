@@ -30,6 +30,14 @@ def serving(viewer, port=0):
         thread.join()
 
 
+def get(url: str, **headers: str) -> tuple[int, bytes, dict]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return answer.status, answer.read(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), dict(error.headers)
+
+
 class Page:
     """One page of the browser at an address, with what its console complained about."""
 

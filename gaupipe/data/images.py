@@ -6,9 +6,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import multiprocessing
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from io import BufferedReader, BytesIO
@@ -39,11 +41,50 @@ not kept."""
 
 
 def content_digests(images: FileImages) -> list[str]:
-    """SHA-256 of the content of each image's file, in hexadecimal digits.
+    """SHA-256 of the content of each image's file, in hexadecimal digits. Raises UserError where
+    files cannot be read to their end as images, after a line for each of several on stderr."""
+    digests, problems = examined(images)
+    if problems:
+        first, *others = problems.values()
+        remedy = "--set data.unreadable=leave_out goes on without"
+        if not others:
+            raise UserError(f"{first}; {remedy} it")
+        say_lines(problems.values())
+        raise UserError(
+            f"{first}; the {len(problems)} of {len(images)} images that are not are listed above; "
+            f"{remedy} them"
+        )
+    return [digests[name] for name in images.names]
+
+
+def say_lines(lines: Iterable[str]) -> None:
+    """Prints lines on stderr, in the first process alone."""
+    if multiprocessing.parent_process() is None:
+        print("\n".join(lines), file=sys.stderr)
+
+
+def as_asked(images: FileImages) -> FileImages:
+    """The images, or where ``data.unreadable`` says so those that can be read to their end, after
+    lines on stderr about the others. Raises UserError where of a class none is left."""
+    if images.settings.unreadable != "leave_out":
+        return images
+    _, problems = examined(images)
+    if not problems:
+        return images
+    say_lines([*problems.values(), f"{images.root}: goes on without these images: {len(problems)}"])
+    kept = images.only(np.flatnonzero([name not in problems for name in images.names]))
+    for label in sorted({*images.labels.tolist()} - {*kept.labels.tolist()}):
+        name = images.class_names[label] if images.class_names else label
+        raise UserError(f"{images.root}: no image of the class {str(name)!r} can be read")
+    return kept
+
+
+def examined(images: FileImages) -> tuple[dict[str, str], dict[str, str]]:
+    """By name the SHA-256 of each file that can be read to its end as an image, and of the others
+    why they cannot, in the order of the images.
 
     A file is read only if the cache does not know it with its present size, time stamps and inode.
-    The inode counts because files that change places may agree in the rest. Raises UserError when a
-    file cannot be read to its end as an image.
+    The inode counts because files that change places may agree in the rest.
     """
     settled_ns = time.time_ns() - SETTLED_NS
     names = images.names
@@ -56,6 +97,7 @@ def content_digests(images: FileImages) -> list[str]:
         if name in stamps and stamp == stamps[name][0]
     }
     digests = {name: digest for name, (_, digest) in known.items()}
+    problems = {}
     unknown = [name for name in names if name not in known]
     if unknown:
         with (
@@ -64,16 +106,19 @@ def content_digests(images: FileImages) -> list[str]:
         ):
             try:
                 answers = pool.map(images.examine, [positions[name] for name in unknown])
-                for name, digest in zip(unknown, answers, strict=True):
+                for name, (digest, problem) in zip(unknown, answers, strict=True):
                     stamp, changed_ns = stamps[name]
-                    digests[name] = digest
-                    if changed_ns < settled_ns:
-                        known[name] = stamp, digest
+                    if problem:
+                        problems[name] = problem
+                    else:
+                        digests[name] = digest
+                        if changed_ns < settled_ns:
+                            known[name] = stamp, digest
                     progress.advance(1)
-            finally:  # so that nothing is read twice after a refusal or an interrupt
+            finally:  # so that nothing is read twice after an interrupt
                 pool.shutdown(cancel_futures=True)
                 write_digests(cached, known)
-    return [digests[name] for name in names]
+    return digests, problems
 
 
 def stamp_of(path: str) -> tuple[str, int]:
@@ -174,8 +219,21 @@ class FileImages(Dataset[Any]):
             return self
         scaling = {**self.settings.scaling, "interpolation": interpolation}
         settings = self.settings.model_copy(update={"image_size": size, "scaling": scaling})
-        other = FileImages(self.root, self.names, self.labels, settings, self.class_names)
-        other.positions = self.positions
+        other = copy.copy(self)
+        other.__dict__.pop("cache", None)  # of squares of this size
+        other.settings = settings
+        other.size = size
+        other.interpolation = interpolation
+        return other
+
+    def only(self, kept: np.ndarray) -> FileImages:
+        """The images at some ascending positions, which are counted anew."""
+        other = copy.copy(self)
+        for computed in ("contents", "cache"):
+            other.__dict__.pop(computed, None)
+        other.names = [self.names[position] for position in kept]
+        other.labels = self.labels[kept]
+        other.positions = np.arange(len(kept))
         return other
 
     def __len__(self) -> int:
@@ -202,13 +260,17 @@ class FileImages(Dataset[Any]):
         """What changes with an image's content, and the latest time in ns at which it did."""
         return stamp_of(self.path(position))
 
-    def examine(self, position: int) -> str:
-        """The digest of a file's content. Raises UserError for a file that is no image."""
-        with refusing(self.path(position)), self.open(position) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(0)
-            check(file)
-            return digest
+    def examine(self, position: int) -> tuple[str, str]:
+        """The digest of a file's content, and why the file is no image that can be read, "" for
+        one that can."""
+        try:
+            with refusing(self.path(position)), self.open(position) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                file.seek(0)
+                check(file)
+        except UserError as error:
+            return "", str(error)
+        return digest, ""
 
     def size_of(self, position: int) -> tuple[int, int]:
         """(width, height) of an image in pixels, of which its header alone is decoded."""

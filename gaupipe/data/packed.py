@@ -17,7 +17,7 @@ import numpy as np
 
 from gaupipe.data.decoding import is_image
 from gaupipe.data.folder import folders_in, say_once, split_of
-from gaupipe.data.images import FileImages, stamp_of
+from gaupipe.data.images import FileImages, as_asked, stamp_of
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS
 from gaupipe.system.errors import UserError, one_line
@@ -43,15 +43,23 @@ class PackedImages(FileImages):
     of files with these names."""
 
     reader: Reader
+    places: list[int]
+    """The reader's position of each image: it has those that were left out, too."""
 
     def open(self, position: int) -> io.BytesIO:
-        return io.BytesIO(self.reader.read(position))
+        return io.BytesIO(self.reader.read(self.places[position]))
 
     def path(self, position: int) -> str:
-        return f"{self.reader.place(position)}/{self.names[position]}"
+        return f"{self.reader.place(self.places[position])}/{self.names[position]}"
 
     def stamp(self, position: int) -> tuple[str, int]:
-        return self.reader.stamp(position)
+        return self.reader.stamp(self.places[position])
+
+    def only(self, kept: np.ndarray) -> FileImages:
+        other = super().only(kept)
+        assert isinstance(other, PackedImages)
+        other.places = [self.places[position] for position in kept]
+        return other
 
 
 class Images(NamedTuple):
@@ -66,8 +74,9 @@ class Images(NamedTuple):
 def sources_of(
     place: Path, splits: Mapping[str, Images], settings: DataSettings
 ) -> dict[str, FileImages]:
-    """The sources of the ``splits``. Raises UserError without training images, for a class that
-    these lack, and for two images of one name."""
+    """The sources of the ``splits``, without images that :func:`as_asked` leaves out. Raises
+    UserError without training images, for a class that these lack, and for two images of one name.
+    """
     if "train" not in splits:
         raise UserError(f"{place}: has images for {', '.join(splits)}, and none for training")
     classes = splits["train"].classes
@@ -83,7 +92,8 @@ def sources_of(
         labels = np.array([numbers[label] for label in images.labels])
         source = PackedImages(place / split, images.names, labels, settings, classes)
         source.reader = images.reader
-        sources[split] = source
+        source.places = [*range(len(labels))]
+        sources[split] = as_asked(source)
     return sources
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from gaupipe.data.folder import FolderFacts, find_classes, layout, place_of
-from gaupipe.data.images import ArrayImages, FileImages, Source
+from gaupipe.data.images import ArrayImages, FileImages, Source, as_asked
 from gaupipe.data.packed import find_archives, row_sources, tar_sources
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS, STREAMS
@@ -69,12 +69,22 @@ def open_sources(
 
 
 def facts_of(settings: DataSettings, download: bool = False) -> FolderFacts:
-    """Looks at images in files. No pixels are read. Raises UserError for a place that cannot be
-    meant, and for a sampled file that is no image."""
+    """Looks at images in files. No pixels are read, and files that are no images are passed over,
+    because whoever reads all of them says which these are. Raises UserError for a place that cannot
+    be meant, and where none of the sampled files is an image."""
     train, val, test = open_sources(settings, download)
     assert isinstance(train, FileImages)
     sampled = dict.fromkeys(i * len(train) // SAMPLE for i in range(SAMPLE))
-    widths, heights = zip(*map(train.size_of, sampled), strict=True)
+    sizes = []
+    refusal = None
+    for position in sampled:
+        try:
+            sizes.append(train.size_of(position))
+        except UserError as error:
+            refusal = refusal or error
+    if refusal and not sizes:
+        raise refusal
+    widths, heights = zip(*sizes, strict=True)
     counts = np.bincount(train.labels, minlength=len(train.class_names)).tolist()
     return FolderFacts(
         counts=dict(zip(train.class_names, counts, strict=True)),
@@ -167,8 +177,8 @@ def labelled_images(
     class in ``names``."""
     numbers = {name: number for number, name in enumerate(names)}
     files = [file for images in classes.values() for file in images]
-    labels = [numbers[name] for name, images in classes.items() for _ in images]
-    return FileImages(folder, files, np.asarray(labels), settings, names)
+    labels = np.asarray([numbers[name] for name, images in classes.items() for _ in images])
+    return as_asked(FileImages(folder, files, labels, settings, names))
 
 
 def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:
@@ -233,7 +243,7 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     start = len(os.path.join(data_set.root, ""))
     names = [str(path)[start:] for path, _ in files]
     labels = np.asarray([label for _, label in files])
-    return FileImages(Path(data_set.root), names, labels, settings, class_names)
+    return as_asked(FileImages(Path(data_set.root), names, labels, settings, class_names))
 
 
 def _files(data_set: Any) -> list[tuple[str, int]]:

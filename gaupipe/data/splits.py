@@ -51,6 +51,13 @@ class Split:
         fewer."""
         return np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
 
+    def names(self) -> list[str] | list[int]:
+        """Names of the image files below the folder of their source, by image id; positions in the
+        source where the images are in no files."""
+        if isinstance(self.source, FileImages):
+            return [self.source.names[position] for position in self.positions]
+        return self.positions.tolist()
+
     def path(self, image_id: int) -> str:
         """The path of an image's file; the image id where the images are in no files."""
         if isinstance(self.source, FileImages):
@@ -141,8 +148,9 @@ class ImageData:
             train.keep()
 
     def write_split(self, path: Path) -> None:
-        """Writes which images of the source are in each split, and the names of the classes."""
-        positions = {name: split.positions.tolist() for name, split in self.splits.items()}
+        """Writes which images of the source are in each split, files by their names, and the names
+        of the classes."""
+        images = {name: split.names() for name, split in self.splits.items()}
         facts = {
             "sha256": self.sha256,
             "val_sha256": self.val_sha256,
@@ -150,7 +158,7 @@ class ImageData:
             "class_names": self.class_names,
         }
         known = {name: fact for name, fact in facts.items() if fact}
-        write_whole(path, json.dumps({"dataset": self.name, **known, **positions}) + "\n")
+        write_whole(path, json.dumps({"dataset": self.name, **known, **images}) + "\n")
 
     def check_split(self, path: Path, test: bool = False) -> None:
         """Raises UserError if :meth:`write_split` wrote ``path`` for other images or other names of

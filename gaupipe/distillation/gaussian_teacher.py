@@ -98,12 +98,11 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
                 val_acc = score_teacher(trained, validation, seen=False).acc
             metrics = epoch.metrics(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
-            unseen = "" if val_acc is None else f", unseen {100 * val_acc:.1f} %"
-            running.line(epoch, f"loss {losses['loss']:.3f}, train {100 * train_acc:.1f} %{unseen}")
+            running.show(epoch, losses["loss"], train=train_acc, unseen=val_acc)
             running.save(epoch, metrics)
         if per_image is not None:
             per_image.release()
-        running.progress.line(f"phase A: {ending(phase, state.metrics)}")
+    running.progress.line(f"phase A: {ending(phase, state.metrics)}")
 
 
 class Draws:

@@ -185,6 +185,9 @@ class DataSettings(Section):
     """``auto`` keeps the decoded images of image files in the user's cache (GAUPIPE_CACHE), also
     for later commands, where they take less than 20 GB and less than half of the free disk.
     ``none`` decodes in every epoch."""
+    unreadable: Literal["refuse", "leave_out"] = "refuse"
+    """Image files that cannot be read to their end: ``refuse`` lists them and stops, ``leave_out``
+    lists them and goes on without them."""
     buckets: Positive | None = None
     """Groups of training images that several processes share (see docs/scale.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of

@@ -73,6 +73,12 @@ def check_file(option: str, path: Path, *suffixes: str) -> Path:
     return target
 
 
+def from_here(path: str | Path) -> str:
+    """A path as one types it: from the current folder, where it lies in that."""
+    inside = os.path.relpath(path)
+    return str(path) if inside.startswith(os.pardir) else inside
+
+
 def partial_prefix(path: Path) -> str:
     """The beginning of the names that a killed process may leave behind for a file or folder."""
     return f".{path.name[:100]}.partial-"

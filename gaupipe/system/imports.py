@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from gaupipe.system.files import from_here
 
 
 def runs_as_module() -> bool:
@@ -17,6 +20,19 @@ def runs_as_module() -> bool:
         if argument in ("-c", "-m"):  # the last option of Python itself
             return sys.orig_argv[position : position + 2] == ["-m", "gaupipe"]
     return False
+
+
+def pip_install(extra: str) -> str:
+    """The command that adds an ``extra`` to this installation of gaupipe, a clone or not, whichever
+    environment is active."""
+    here = os.path.dirname(sys.executable)
+    pip = "pip"
+    if os.path.dirname(shutil.which("pip") or "") != here:
+        pip = f"{from_here(sys.executable)} -m pip"
+    clone = Path(__file__).parents[2]
+    if (clone / "pyproject.toml").is_file():
+        return f"{pip} install -e '{from_here(clone)}[{extra}]'"
+    return f"{pip} install 'gaupipe[{extra}]'"
 
 
 def refuse_namesakes() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -16,7 +16,9 @@ from rich.text import Text
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import naming
-from gaupipe.system.terminal import fitted
+from gaupipe.system.terminal import aligned, fitted
+
+T = TypeVar("T")
 
 SILENCE = 60
 """Seconds after which a job that has said nothing says how far it is."""
@@ -46,7 +48,7 @@ class EpochMetrics(TypedDict):
 
 
 EPOCHS_SHOWN = 10
-"""Epochs whose lines stay on a terminal when a job ends."""
+"""Epochs that stay on a terminal when a job ends."""
 
 
 class Bar(Progress):
@@ -62,15 +64,15 @@ class Bar(Progress):
 
 class EpochProgress:
     """Progress of a job. On a terminal it is the line of the last epoch, and a bar with speed and
-    time left; at the end at most :data:`EPOCHS_SHOWN` epochs, so that many epochs do not push what
-    else was said off the screen. Elsewhere plain lines, one per epoch and one per minute of
-    :data:`SILENCE`. Of several ranks the first shows it."""
+    time left; at the end a table of at most :data:`EPOCHS_SHOWN` epochs, so that many epochs do not
+    push what else was said off the screen. Elsewhere plain lines, one per epoch and one per minute
+    of :data:`SILENCE`. Of several ranks the first shows it."""
 
     def __init__(self, label: str, images_per_epoch: int, epochs: int, done: int = 0) -> None:
         self.label, self.epochs, self.total = label, epochs, images_per_epoch * epochs
         self.console = Console(stderr=True, highlight=False, quiet=not distributed.is_main())
         self._bar: Bar | None = None
-        self._epochs: list[str] = []
+        self._epochs: list[dict[str, str]] = []
         self._task = TaskID(0)
         self._shown = 0.0
         self._started = self._said = time.monotonic()
@@ -95,8 +97,11 @@ class EpochProgress:
     def __exit__(self, *_exception: Any) -> None:
         if self._bar:
             self._bar.stop()
-            for line in spread(self._epochs, EPOCHS_SHOWN):
-                self.console.print(line, soft_wrap=True)
+            shown = spread(self._epochs, EPOCHS_SHOWN)
+            if shown:
+                table = [[*shown[0]], *([*row.values()] for row in shown)]
+                for line in aligned(table, self.console.file, right=True):
+                    self.console.print(line, soft_wrap=True)
 
     def skip(self, images: int) -> None:
         """Counts images that an earlier process has done."""
@@ -124,12 +129,14 @@ class EpochProgress:
         if self._bar:
             self._bar.update(self._task, description=text)
 
-    def epoch(self, text: str) -> None:
-        """The line of an epoch that has finished."""
+    def epoch(self, number: int, values: Mapping[str, str]) -> None:
+        """Shows named ``values`` of an epoch, counted from 1, that has finished."""
+        said = ", ".join(f"{name} {value}" for name, value in values.items())
+        text = f"{self.label} epoch {number}/{self.epochs}: {said}"
         if self._bar is None:
             self.line(text)
             return
-        self._epochs.append(text)
+        self._epochs.append({"epoch": str(number), **values})
         self._bar.last = text
 
     def line(self, text: str) -> None:
@@ -138,11 +145,11 @@ class EpochProgress:
         self.console.print(fitted(text, self.console.file), soft_wrap=True)
 
 
-def spread(lines: Sequence[str], most: int) -> list[str]:
-    """At most ``most`` of the lines, in equal steps, the first and the last among them."""
-    if len(lines) <= most:
-        return [*lines]
-    return [lines[round(i * (len(lines) - 1) / (most - 1))] for i in range(most)]
+def spread(rows: Sequence[T], most: int) -> list[T]:
+    """At most ``most`` of the rows, in equal steps, the first and the last among them."""
+    if len(rows) <= most:
+        return [*rows]
+    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
 
 
 def write_metrics(path: Path, entries: Sequence[EpochMetrics], mode: str = "w") -> None:

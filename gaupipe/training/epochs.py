@@ -72,12 +72,14 @@ class Loop:
     def is_last(self, epoch: Epoch) -> bool:
         return epoch.number + 1 == self.total
 
-    def line(self, epoch: Epoch, text: str) -> None:
-        """Prints the line of an epoch that has finished."""
-        self.progress.epoch(
-            f"{self.progress.label} epoch {epoch.number + 1}/{self.total}: {text}, "
-            f"{epoch.seconds:.1f} s"
-        )
+    def show(self, epoch: Epoch, loss: float, **accuracies: float | None) -> None:
+        """Shows the loss and the named ``accuracies`` of an epoch that has finished."""
+        values = {"loss": f"{loss:.3f}"}
+        for name, accuracy in accuracies.items():
+            if accuracy is not None:
+                values[name] = f"{100 * accuracy:.1f} %"
+        values["time"] = f"{epoch.seconds:.1f} s"
+        self.progress.epoch(epoch.number + 1, values)
 
 
 @contextmanager

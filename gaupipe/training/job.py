@@ -33,7 +33,7 @@ from gaupipe.teachers.fine_tuning import weights_sha256
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.scores import score_model
+from gaupipe.training.scores import percent, score_model
 from gaupipe.training.state import TrainingState
 from gaupipe.training.student import build_student
 
@@ -124,21 +124,27 @@ class Training:
         return []
 
     def ending(self, state: TrainingState[VisionTransformer], folder: Path) -> str:
-        """A line about a training that has ended: why early, and which epoch is kept where."""
+        """A line about a training that has ended: which epoch is kept where, how good it is, and
+        why the training ended early."""
         assert state.best
-        train, best, last = self.train, state.best["epoch"], len(state.metrics)
-        accuracy = state.metrics[best - 1]["val_acc"]
-        early = f"; patience={train.patience} ended it" if last < self.epochs else ""
-        line = f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; {folder / 'student'} is"
+        keep, best, last = self.train.keep, state.best["epoch"], len(state.metrics)
+        kept = best if keep == "best" else last
+        accuracies = [entry["val_acc"] or 0.0 for entry in state.metrics]
+        line = f"{folder / 'student'} is of epoch {kept}"
         if best == last:
-            return f"{line} of this epoch"
-        if train.keep == "best":
-            return f"{line} of this epoch (train.keep=best), {folder / 'last'} of epoch {last}"
-        # the other epoch is there for whoever would rather have had it
-        return (
-            f"{line} of epoch {last} (train.keep=last), {folder / 'best'} of epoch {best}; "
-            "--set train.keep=best makes the best the student"
-        )
+            line += ", the best"
+        elif keep == "best":
+            line += ", the best (train.keep=best)"
+        else:
+            line += " (train.keep=last)"
+        line += f": val {percent(accuracies[kept - 1], len(self.data.val))}"
+        if best != last and keep == "best":
+            line += f"; {folder / 'last'} is of epoch {last}: {100 * accuracies[-1]:.1f} %"
+        elif best != last:
+            line += f"; {folder / 'best'} is of epoch {best}: {100 * accuracies[best - 1]:.1f} %"
+        if last < self.epochs:
+            line += f"; patience={self.train.patience} ended the training"
+        return line
 
     def is_over(self, state: TrainingState[VisionTransformer], metrics: EpochMetrics) -> bool:
         """True if the training ends early after an epoch with these ``metrics``."""
@@ -223,13 +229,9 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
                 gamma=gamma,
             )
             state.finished = job.is_over(state, metrics) or running.is_last(epoch)
-            running.line(
-                epoch,
-                f"loss {means['loss']:.3f}, train {100 * means['acc']:.1f} %, "
-                f"val {100 * scores.acc:.1f} %",
-            )
+            running.show(epoch, means["loss"], train=means["acc"], val=scores.acc)
             running.save(epoch, metrics)
-        progress.line(f"{label}: {job.ending(state, folder)}")
+    progress.line(f"{label}: {job.ending(state, folder)}")
 
 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+from gaupipe.system.imports import pip_install
 
 MODULES = {"tensorboard": "torch.utils.tensorboard.writer", "wandb": "wandb", "trackio": "trackio"}
 """By the names of ``log.to`` and of the extras."""
@@ -78,6 +79,5 @@ def check(names: Sequence[str]) -> None:
             importlib.import_module(MODULES[name])
         except ImportError as error:
             raise UserError(
-                f"log.to: {name} is not installed ({error}): pip install 'gaupipe[{name}]', or "
-                "leave it out"
+                f"log.to: {name} is not installed ({error}): {pip_install(name)}, or leave it out"
             ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,3 +41,17 @@ def score_model(model: nn.Module, batches: Batches) -> Score:
     model.eval()
     with torch.inference_mode():
         return score((model(batch.images), batch.labels) for batch in batches.of_rank())
+
+
+def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """The 95 % interval of Wilson for a ``share`` of ``count`` independent images."""
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / (1 + z**2 / count)
+    return middle - half, middle + half
+
+
+def percent(share: float, count: int) -> str:
+    """A ``share`` of ``count`` images in percent, with its 95 % interval: how much of it is chance
+    where there are few images."""
+    low, high = (100 * end for end in wilson_interval(share, count))
+    return f"{100 * share:.1f} % ({low:.1f} to {high:.1f} %, 95 % interval of {count:,} images)"

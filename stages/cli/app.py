@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from gaupipe import __version__
 from gaupipe.system import distributed
-from gaupipe.system.errors import UserError, one_line
-from stages.begin import importing
+from stages.begin import import_file
 from stages.cli.options import option, parse_path, untyped
 
 IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
@@ -51,7 +48,8 @@ def root(
         ),
     ] = None,
 ) -> None:
-    for file in files or ():
+    context.obj = files or []  # for the processes that a command starts
+    for file in context.obj:
         import_file(file)
     if version:
         print(f"gaupipe {__version__}")
@@ -62,22 +60,3 @@ def root(
             f"{context.invoked_subcommand} is a job for one process: start it without "
             f"torchrun, which is for {', '.join(IN_A_WORLD)}"
         )
-
-
-def import_file(path: Path) -> None:
-    """Runs a user's file as a module of its name. Raises UserError where it is not there or
-    fails."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise UserError(f"--import {path}: should be a Python file, whose name ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    with importing():
-        import gaupipe.vit.models  # noqa: F401  (timm should know the attentions of gaupipe too)
-
-        try:
-            spec.loader.exec_module(module)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"--import {path}: {one_line(error)}") from error

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gaupipe.system import distributed
+from gaupipe.system.progress import EpochMetrics
 from gaupipe.system.terminal import fitted
 from stages.begin import importing
 
 
-def say(line: str, command: str = "") -> None:
+def say(line: str, command: Sequence[Any] = ()) -> None:
     """A line of rank 0 on stderr; a ``command`` that ends it can be copied from a terminal."""
     if distributed.launch().rank == 0:
-        print(fitted(f"gaupipe: {line}", sys.stderr, command), file=sys.stderr)
+        words = [str(word) for word in command]
+        print(fitted(f"gaupipe: {line}", sys.stderr, words), file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -37,9 +38,49 @@ def starts(
     return begins(f"{what}: {data.root or data.name}, {model}, into {folder}")
 
 
+def say_other_epoch(run_dir: Path, name: str, distilled: bool) -> None:
+    """Says how the better epoch of a student becomes the one that is kept, where another is."""
+    from stages.runs import kept_epochs
+    from stages.runs.directory import RunDirectory
+
+    if not distributed.is_main():
+        return
+    kept = kept_epochs.entry(RunDirectory(run_dir).student(name, distilled))
+    if kept["epoch"] == kept["best"]:
+        return
+    command = ["gaupipe", "phase-b", "--run-dir", run_dir, "--name", name, "--resume"]
+    if not distilled:
+        command.append("--no-distill")
+    command += ["--set", "train.keep=best"]
+    say(f"to keep epoch {kept['best']}, the best on the validation images:", command)
+
+
+FAR_APART = 0.15
+"""Training accuracy above validation accuracy from which a training is said to have overfitted. The
+first is measured on augmented images, so that the two agree in a training that has not."""
+
+
+def say_if_overfitted(metrics: Sequence[EpochMetrics], settings: Any) -> None:
+    """Says what it means where a training ends with accuracies far apart, and what to type."""
+    train, val = metrics[-1]["train_acc"], metrics[-1]["val_acc"]
+    if train is None or val is None or train - val < FAR_APART:
+        return
+    line = (
+        f"train {100 * train:.1f} % and val {100 * val:.1f} % lie far apart: the ViT knows its "
+        "training images better than what images of a class have in common"
+    )
+    from stages.runs.choices import fine_tuning  # with numpy and Pillow
+
+    if settings.data.name == "folder" and settings.model.name.startswith("gauvit_"):
+        line += "; more images help, or a ViT that was trained on many others:"
+        say(line, fine_tuning(settings.data.root))
+    else:
+        say(f"{line}; more images help, or more augmentation:", ["gaupipe", "settings", "augment"])
+
+
 def say_next(*commands: list[Any]) -> None:
     """Says what may follow, a line for each command."""
     before = "next:"
     for command in commands:
-        say(before, shlex.join(map(str, ["gaupipe", *command])))
+        say(before, ["gaupipe", *command])
         before = "or:"

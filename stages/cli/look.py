@@ -23,20 +23,27 @@ from stages.cli.options import (
     option,
     parse_path,
 )
-from stages.cli.output import on_terminal, print_rich, report, show
-from stages.cli.request import find_run, is_run, names_model, trained_last
+from stages.cli.output import on_terminal, report, show
+from stages.cli.request import (
+    find_run,
+    is_run,
+    names_classifier,
+    names_model,
+    stored_maps,
+    trained_last,
+)
 
 
 @command("Look")
 def predict(
     source: Annotated[
-        str,
+        str | None,
         argument(
             "SOURCE",
-            "A run, a student's folder, local-dir:FOLDER, or a timm name with weights. Without it "
-            "the run used last predicts.",
+            "A run, a student's folder, local-dir:FOLDER, or a timm name with weights.",
+            "the run used last",
         ),
-    ],
+    ] = None,
     paths: Annotated[
         list[Path] | None, argument("PATHS", "Images, and folders of images.", parser=parse_path)
     ] = None,
@@ -48,13 +55,17 @@ def predict(
 
     Prints CSV, and a table on a terminal.
 
-    Example: `gaupipe predict runs/digits/phase_b/belief2/student photos --out classes.csv`
+    Example: `gaupipe predict photo.jpg`, or `gaupipe predict runs/digits photos`
     """
     paths = paths or []
-    if not paths or Path(source).is_file():
+    if source is not None and not names_classifier(source, bool(paths)):
         paths = [parse_path(source), *paths]
-        check_paths(images=paths, files=[("--out", out)])
-        source = trained_last(find_run(None))
+        source = None
+    if not paths:
+        raise UserError("predict: name images, or folders of images: 'gaupipe predict photo.jpg'")
+    check_paths(images=paths, files=[("--out", out)])
+    if source is None:
+        source = trained_last(find_run(None, "a run before the images names another"))
     elif is_run(Path(source)):
         source = trained_last(Path(source))
     check_paths(images=paths, model=source, files=[("--out", out)])
@@ -66,7 +77,7 @@ def predict(
         stage.write(predictions, out)
         print(out)
     elif on_terminal():
-        print_rich(stage.table(predictions))
+        print("\n".join(stage.lines(predictions)))
     else:
         print(stage.as_csv(predictions), end="")
     stage.check_readable(predictions)
@@ -126,6 +137,8 @@ def inspect(
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = find_run(run_dir) if maps is None else run_dir
+    if maps is None and student is None and run_dir is not None:
+        maps = stored_maps(run_dir)
     check_paths(maps=maps, files=[("--png", png, ".png")] if image is not None else [])
     with begins(f"inspect: {maps or run_dir}"):
         from stages.look import inspect as stage
@@ -138,7 +151,10 @@ def inspect(
                 raise UserError(
                     f"--{name} {value}: shows one image's map: name the image with --image ID"
                 )
-        report(stage.summary(maps, run_dir), as_json)
+        summary = stage.summary(maps, run_dir)
+        if not as_json:  # a digest of 64 digits is longer than a line
+            summary["teacher_sha256"] = f"{summary['teacher_sha256']!s:.16} ..."
+        report(summary, as_json)
         return
     seen = stage.attention(image, url=maps, run_dir=run_dir, student=student, **options)
     show(seen, as_json, lambda seen: [stage.heat_map(seen)])
@@ -179,7 +195,7 @@ def view(
 ) -> None:
     """Look at attention maps in a browser: of a store, or of any ViT.
 
-    Needs `pip install 'gaupipe[view]'`.
+    Needs `pip install -e '.[view]'` in the folder of gaupipe's clone.
 
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import from_here
 from stages.begin import check_paths
 from stages.cli.app import command
 from stages.cli.hints import begins, say_next, starts
@@ -28,7 +29,7 @@ from stages.cli.options import (
     parse_path,
 )
 from stages.cli.output import print_rich, report, show
-from stages.cli.request import find_run, parse_list, read_settings, stored_maps
+from stages.cli.request import find_run, parse_list, read_settings, stored_maps, student_folder
 
 
 @command("Measure")
@@ -68,14 +69,21 @@ def evaluate(
     if not as_json:
         print_rich(*tables(scores))
         look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
-        if scores["mistakes"] and data is None and not plain:
+        mistakes = scores["mistakes"]
+        if mistakes and data is None and not plain:
             # the page opens with the most confident one
-            look += ["--split", scores["split"], "--image", scores["mistakes"][0]["image"]]
+            look += ["--split", scores["split"], "--image", mistakes[0]["image"]]
+        elif mistakes and data is not None:
+            model = student_folder(run_dir, scores["student"], plain)
+            look = ["view", "--model", model]
+            for mistake in mistakes[:5]:  # of all ten the command would be long
+                look += ["--images", from_here(mistake["path"])]
         say_next(look)
 
 
 @command("Measure")
 def compare(
+    context: typer.Context,
     config: ConfigArgument = None,
     data: DataFolder = None,
     run_dir: Annotated[
@@ -133,6 +141,7 @@ def compare(
         from stages import compare as stage
 
     options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
+    options["imports"] = context.obj
     options |= {"students": attentions, "seeds": numbers, "targets": goals}
     show(stage.run(settings, folder, **options), as_json, stage.tables)
     if not as_json:
@@ -197,7 +206,7 @@ def plan(
 
     Example: `gaupipe plan --data photos`
     """
-    settings, folder = read_settings(config, overrides, run_dir, data)
+    settings, folder = read_settings(config, overrides, run_dir, data, plain=plain)
     if plain and world_size > 1:
         raise UserError("--train plans for one process: leave --world-size out")
     with starts("plan", settings, folder):

@@ -13,10 +13,12 @@ def on_terminal() -> bool:
 
 
 def print_rich(*renderables: Any) -> None:
+    """Prints tables, and lines of text that the terminal breaks, so that they can be copied."""
     from rich.console import Console
+    from rich.text import Text
 
     for renderable in renderables:
-        Console().print(renderable)
+        Console().print(renderable, soft_wrap=isinstance(renderable, Text))
 
 
 def show(values: Mapping[str, Any], as_json: bool, tables: Callable[[Any], Iterable]) -> None:
@@ -28,7 +30,8 @@ def show(values: Mapping[str, Any], as_json: bool, tables: Callable[[Any], Itera
 
 
 def report(values: Mapping[str, Any], as_json: bool) -> None:
-    """Prints named values as JSON, or as a line each, with at most four decimals."""
+    """Prints named values as JSON, or those that there are as a line each, with at most four
+    decimals."""
     if as_json:
         print(json.dumps(values))
         return
@@ -40,10 +43,10 @@ def report(values: Mapping[str, Any], as_json: bool) -> None:
 
 
 def single_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each value; those of a dictionary are named as settings are, such as
-    ``data.name``."""
+    """(name, value) of each value that is not None; those of a dictionary are named as settings
+    are, such as ``data.name``."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from ((f"{name}.{inner}", item) for inner, item in single_values(value))
-        else:
+        elif value is not None:
             yield name, value

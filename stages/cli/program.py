@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import os
-import shlex
 import sys
 from typing import Any, NoReturn
 
@@ -91,12 +90,12 @@ def name_of_command() -> str:
     return next((argument for argument in sys.argv[1:] if argument in names), "")
 
 
-def again() -> str:
+def again() -> list[str]:
     """The command that continues this one."""
     arguments = sys.argv[1:]
     if name_of_command() in WITH_RESUME and "--resume" not in arguments:
         arguments = [*arguments, "--resume"]
-    return shlex.join(["gaupipe", *arguments])
+    return ["gaupipe", *arguments]
 
 
 def fail(mistake: str, all_ranks: bool = False) -> None:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
+from gaupipe.system.terminal import fitted
 from stages.begin import check_paths
 from stages.cli.hints import begins, say
 
 
-def find_run(run_dir: Path | None) -> Path:
+def find_run(run_dir: Path | None, how: str = "--run-dir names another") -> Path:
     """The folder of the run that a command continues: the one named, else the one used last,
-    which is then said."""
+    which is then said, with how to name another."""
     if run_dir is None:
         from stages.runs.directory import last_used
 
         run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
-        say(f"{run_dir} (the run used last; --run-dir names another)")
+        say(f"{run_dir} (the run used last; {how})")
     check_paths(run_dir=run_dir)
     return run_dir
 
@@ -34,9 +38,29 @@ def stored_maps(run_dir: Path) -> str:
     return str(RunDirectory(run_dir).stored())
 
 
+def student_folder(run_dir: Path, name: str, plain: bool) -> Path:
+    """The folder of a student; of two with one name that of phase B, unless ``plain``."""
+    from stages.runs.directory import RunDirectory
+
+    run = RunDirectory(run_dir)
+    return run.student(name, not plain and run.is_distilled(name))
+
+
 def is_run(folder: Path) -> bool:
     """True for the folder of a run; that of a student has a config.yaml too, and the model."""
     return (folder / "config.yaml").is_file() and not (folder / "student").is_dir()
+
+
+def names_classifier(source: str, before_images: bool) -> bool:
+    """True if the first argument of predict names what predicts, and not an image or a folder of
+    images. What is not there is a model of timm's where images follow."""
+    from gaupipe.data.decoding import is_image
+
+    folder = Path(source)
+    if folder.exists():
+        holds_model = (folder / "student").is_dir() or (folder / "config.json").is_file()
+        return is_run(folder) or holds_model
+    return source.startswith(LOCAL) or (before_images and not is_image(source))
 
 
 def trained_last(run_dir: Path) -> str:
@@ -142,7 +166,7 @@ def read_settings(
     choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)
     settings, lines = distributed.broadcast(distributed.on_main(choose))
     if distributed.is_main():
-        print("\n".join(lines), file=sys.stderr)
+        say_choices(lines)
     return settings, folder
 
 
@@ -158,8 +182,20 @@ def for_teacher(config: str, given: list[str], settings: Any) -> Any:
     choose = partial(with_trained_teacher, config, given, settings)
     settings, lines = distributed.broadcast(distributed.on_main(choose))
     if distributed.is_main():
-        print("\n".join(f"  {line}" for line in lines), file=sys.stderr)
+        say_choices([f"  {line}" for line in lines])
     return settings
+
+
+def say_choices(lines: list[str]) -> None:
+    """Prints the lines of :func:`settings_for`. On a terminal a long reason goes on below its
+    beginning, and a command stays in one piece."""
+    for line in lines:
+        setting = re.match(r"  \S+  +", line)
+        if line.startswith("  gaupipe "):
+            print(fitted("", sys.stderr, shlex.split(line)), file=sys.stderr)
+        else:
+            indent = len(setting[0]) if setting else 2
+            print(fitted(line, sys.stderr, indent=indent), file=sys.stderr)
 
 
 def parse_list(option: str, text: str, kind: Any) -> list[Any]:

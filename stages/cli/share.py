@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from stages.begin import check_paths
 from stages.cli.app import command
-from stages.cli.hints import begins
+from stages.cli.hints import begins, say
 from stages.cli.options import Plain, RunDir, StudentArgument, StudentName, option
 from stages.cli.request import find_run
 
@@ -29,7 +29,7 @@ def export_student(
     """Write a student as ONNX or by torch.export.
 
     The file is run, and its outputs are compared with the student's. ONNX needs
-    `pip install 'gaupipe[onnx]'`.
+    `pip install -e '.[onnx]'` in the folder of gaupipe's clone.
 
     Example: `gaupipe export-student --student belief2 --out belief2.onnx`
     """
@@ -41,7 +41,8 @@ def export_student(
     path, difference = stage.run(
         run_dir, student, format=format, out=out, distilled=False if plain else None
     )
-    print(f"{path}: logits agree with the student's to {difference:.1e}")
+    say(f"its logits agree with the student's to {difference:.1e}")
+    print(path)
 
 
 @command("Share")

@@ -8,7 +8,7 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from stages.begin import check_paths
 from stages.cli.app import command
-from stages.cli.hints import begins, say_next, starts
+from stages.cli.hints import begins, say_if_overfitted, say_next, say_other_epoch, starts
 from stages.cli.options import (
     AnyModel,
     Attention,
@@ -225,6 +225,7 @@ def phase_b(
         from stages import phase_b as stage
 
     stage.run_request(request)
+    say_other_epoch(run_dir, request.name, distill)
     named = ["--run-dir", run_dir, "--student", request.name]
     say_next(["evaluate", *named, *["--plain"] * (not distill)], ["view", *named[:2]])
     print(request.folder / "student")
@@ -270,7 +271,9 @@ def train(
     with starts("training", settings, trained, attention):
         from stages import train as stage
 
-    stage.run(settings, folder, attention, resume=resume)
+    metrics = stage.run(settings, folder, attention, resume=resume)
+    say_other_epoch(folder, attention, distilled=False)
+    say_if_overfitted(metrics, settings)
     named = ["--run-dir", folder, "--student", attention]
     both = RunDirectory(folder).is_distilled(attention)  # phase B has one of this name, too
     say_next(["evaluate", *named, *["--plain"] * both], ["view", *named])

@@ -43,6 +43,7 @@ def run(
     only: Sequence[str] = (),
     jobs: int = 1,
     test: bool = False,
+    imports: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Runs what has not finished yet of every row. Returns the results and writes them.
 
@@ -53,6 +54,7 @@ def run(
     only       names of the rows to run, with the plain ViT; none are all rows
     jobs       trainings at once
     test       also score the finished trainings on the test split
+    imports    files with attentions of the user's own, which each process imports
 
     A training whose loss diverges is reported as failed. Raises UserError, before anything is
     written, for a row that cannot be run and for a folder that holds something else.
@@ -68,7 +70,7 @@ def run(
     trainings = plan(rows, settings, seeds, run_dir, test)
     check_folder(run_dir)
     with locked(run_dir, "comparison"):
-        outcomes = train([*chain(*trainings)], jobs)
+        outcomes = train([*chain(*trainings)], jobs, imports)
         results = {
             "data": settings.data.name,
             "seeds": [*seeds],

@@ -122,7 +122,8 @@ def _table(
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     filled = [[*line, *["-"] * (1 + len(columns) - len(line))] for line in lines]
     shown = [0]  # numbers of columns; 0 are the rows' names
-    table.add_column("")
+    names = " ".join(line[0] for line in filled).split()
+    table.add_column("", min_width=max(map(len, names), default=0))  # no name is broken in a word
     for number, column in enumerate(columns, 1):
         if any(line[number] != "-" for line in filled):
             shown.append(number)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochMetrics, epochs_in, total_seconds
 from stages import evaluate, export, phase_a, phase_b
+from stages.begin import import_file
 from stages.compare import costs
 from stages.compare.trainings import COSTS_FILE, TEST_FILE, Training, as_teacher
 
@@ -36,16 +37,18 @@ Job = Callable[[list[Training]], str]
 """Work for some trainings; returns a line on the result, which may be empty."""
 
 
-def train(trainings: Iterable[Training], jobs: int) -> dict[Path, dict[str, Any] | str]:
+def train(
+    trainings: Iterable[Training], jobs: int, imports: Sequence[Path] = ()
+) -> dict[Path, dict[str, Any] | str]:
     """By the folder of each training its run, or why it failed. Finished trainings are read, not
-    trained again. Others are trained in this process, or in ``jobs`` processes at once. Shows a
-    bar, and a line for each training that ends."""
+    trained again. Others are trained in this process, or in ``jobs`` processes at once, which
+    import the user's files ``imports``. Shows a bar, and a line for each training that ends."""
     by_folder = {training.folder: training for training in trainings}
     unfinished = [training for training in by_folder.values() if not training.finished]
     failures: dict[Path, str] = {}
     console = Console(file=sys.stderr, highlight=False)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-    with _pool(jobs) as results, bar:
+    with _pool(jobs, imports) as results, bar:
         for what, job in ("teachers", _teach), ("students", _train):
             left = [training for training in unfinished if training.folder not in failures]
             groups = [[training] for training in left]
@@ -69,7 +72,9 @@ def train(trainings: Iterable[Training], jobs: int) -> dict[Path, dict[str, Any]
 
 
 @contextlib.contextmanager
-def _pool(jobs: int) -> Iterator[Callable[[Job, list], Iterator[tuple[list, Callable]]]]:
+def _pool(
+    jobs: int, imports: Sequence[Path]
+) -> Iterator[Callable[[Job, list], Iterator[tuple[list, Callable]]]]:
     """A function of (job, groups) that yields each group, as its job ends, with a function that
     returns the job's result or raises its error."""
     if jobs == 1:
@@ -81,7 +86,7 @@ def _pool(jobs: int) -> Iterator[Callable[[Job, list], Iterator[tuple[list, Call
         yield one_by_one
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _start_worker, (jobs,)) as pool:
+    with ProcessPoolExecutor(jobs, context, _start_worker, (jobs, imports)) as pool:
 
         def results(job: Job, groups: list) -> Iterator[tuple[list, Callable]]:
             futures = {pool.submit(job, group): group for group in groups}
@@ -106,7 +111,7 @@ def _by_teacher(trainings: list[Training]) -> list[list[Training]]:
     return list(groups.values())
 
 
-def _start_worker(jobs: int) -> None:
+def _start_worker(jobs: int, imports: Sequence[Path]) -> None:
     """Prepares a worker process. It leaves Ctrl-C to the first process, which kills its workers,
     and ends when that process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -120,6 +125,8 @@ def _start_worker(jobs: int) -> None:
         os._exit(1)  # sys.exit would end this thread alone
 
     threading.Thread(target=watch, daemon=True).start()
+    for file in imports:  # attentions of the user's own, which this process does not know yet
+        import_file(file)
 
 
 def _teach(group: list[Training]) -> str:

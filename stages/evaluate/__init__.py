@@ -5,7 +5,6 @@ Axis letters: N images, C classes.
 
 from __future__ import annotations
 
-import math
 from itertools import chain
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -29,6 +28,7 @@ from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
+from gaupipe.training.scores import wilson_interval
 from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import class_names, saved_sha256
 from stages import phase_a, predict
@@ -314,10 +314,3 @@ def teacher_agreement(
         "teacher_agreement": int(distributed.all_reduce_sum(same)) / count,
         "map_kl": kls,
     }
-
-
-def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % interval of Wilson for a ``share`` of ``count`` independent images."""
-    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / (1 + z**2 / count)
-    return middle - half, middle + half

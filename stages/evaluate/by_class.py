@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 from torch import Tensor
 
 from gaupipe.data.splits import Split
+from gaupipe.system.files import from_here
+from gaupipe.system.terminal import aligned
 from stages.predict import Prediction, Row, as_row, most_probable
 
 MISTAKES = 10
@@ -73,10 +76,12 @@ def by_class(rows: Sequence[Prediction], names: Sequence[str]) -> ByClass:
 
 def summary(scores: Mapping[str, Any]) -> dict[str, object]:
     """The scores of :func:`run` that take a line each."""
-    return {name: score for name, score in scores.items() if name not in IN_TABLES}
+    lines = {name: score for name, score in scores.items() if name not in IN_TABLES}
+    low, high = lines.pop("top1_interval")
+    return lines | {"top1": f"{scores['top1']:.4f} (95 % interval {low:.4f} to {high:.4f})"}
 
 
-def tables(scores: ByClass) -> Iterator[Table | str]:
+def tables(scores: ByClass) -> Iterator[Table | Text | str]:
     """The accuracy of each class, the worst first, and the most confident mistakes."""
     yield ""
     yield class_table(scores)
@@ -91,7 +96,7 @@ def tables(scores: ByClass) -> Iterator[Table | str]:
         yield escape(f"no images of {names}")
     if scores["mistakes"]:
         yield ""
-        yield mistake_table(scores["mistakes"])
+        yield from map(Text, mistake_lines(scores["mistakes"]))
 
 
 def class_table(scores: ByClass) -> Table:
@@ -111,14 +116,12 @@ def class_table(scores: ByClass) -> Table:
     return shown
 
 
-def mistake_table(mistakes: list[Mistake]) -> Table:
+def mistake_lines(mistakes: list[Mistake]) -> list[str]:
     """Images with their class, and the class that was predicted with its probability."""
-    image = Column("most confident mistakes", overflow="fold")
-    probability = Column("probability", justify="right")
-    shown = Table(image, "class", "predicted", probability, box=None, pad_edge=False)
+    rows = [("class", "predicted", "probability", "most confident mistakes")]
     for mistake in mistakes:
         [best, *_] = mistake["classes"]
-        path = mistake["path"].removeprefix(f"{os.getcwd()}/")
-        names = (path, mistake["label"], best["class"])
-        shown.add_row(*map(escape, names), f"{best['probability']:.4f}")
-    return shown
+        probability = f"{best['probability']:.4f}"
+        path = from_here(mistake["path"])
+        rows.append((mistake["label"], best["class"], probability, path))
+    return aligned(rows, sys.stdout)

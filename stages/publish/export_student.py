@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, write_whole
+from gaupipe.system.imports import pip_install
+from gaupipe.vit.saving import class_names
 from stages.runs.trained import load_student
 
 TOLERANCE = 1e-4
@@ -31,7 +35,7 @@ def to_onnx(student: VisionTransformer, images: Tensor) -> Exported:
         import onnxruntime
         import onnxscript  # noqa: F401  (torch's exporter needs it)
     except ImportError as error:
-        raise UserError(f"export to ONNX needs {error.name}: pip install 'gaupipe[onnx]'") from None
+        raise UserError(f"export to ONNX needs {error.name}: {pip_install('onnx')}") from None
     program = torch.onnx.export(
         student,
         (images,),
@@ -42,11 +46,29 @@ def to_onnx(student: VisionTransformer, images: Tensor) -> Exported:
         verbose=False,
     )
     assert program is not None
-    content = program.model_proto.SerializeToString()
+    model = program.model_proto
+    for key, value in described(student).items():
+        model.metadata_props.add(key=key, value=value)
+    content = model.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     return content, lambda images: torch.from_numpy(
         session.run(None, {"images": images.numpy()})[0]
     )
+
+
+def described(student: VisionTransformer) -> dict[str, str]:
+    """How an image becomes the student's input, and the names of its classes: JSON by timm's names,
+    and in words what timm does beside."""
+    config = resolve_model_data_config(student)
+    names = ("input_size", "mean", "std", "interpolation", "crop_pct")
+    facts = {name: json.dumps(config[name]) for name in names}
+    facts["label_names"] = json.dumps(class_names(student, student.num_classes))
+    facts["preparation"] = (
+        "turned by EXIF; resized with antialiasing so that the shorter side is "
+        "floor(input_size / crop_pct) and the longer in proportion, rounded down; cropped to the "
+        "middle, half an offset to the even side; divided by 255; minus mean, divided by std"
+    )
+    return facts
 
 
 def to_pt2(student: VisionTransformer, images: Tensor) -> Exported:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gaupipe.data.folder import FolderFacts
 from gaupipe.settings import FILE_IMAGE_SIZE
 from gaupipe.settings.load import set_value
+from gaupipe.system.files import from_here
 
 if TYPE_CHECKING:
     from gaupipe.vit.slicing import Sizes
@@ -38,6 +41,9 @@ GPU_MODEL = (192, 9, 600_000)
 BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images than, batch_size)
 FEWEST_EPOCHS = 12
 MOST_EPOCHS = 90
+FEW_IMAGES = 10_000
+"""Training images below which a pretrained ViT is offered before one from the start."""
+PRETRAINED = "deit_tiny_patch16_224.fb_in1k"
 FINE_TUNING_EPOCHS = 10
 MOST_BYTES = 2e9  # of all stored views
 
@@ -297,6 +303,14 @@ def _choose_augmentation(
     if is_trained(teacher):
         reason = "a quarter of each query's keys, those with the largest attention"
         choices.choose("export.kind", "topk", reason)
+
+
+def fine_tuning(folder: Path) -> list[str]:
+    """The command that fine-tunes a pretrained ViT on the images of a folder."""
+    name = os.path.basename(os.path.abspath(folder)).removesuffix(".tar")
+    model = ["--model", PRETRAINED, "--download"]
+    run_dir = ["--run-dir", f"runs/{name}-pretrained"]
+    return ["gaupipe", "train", "--data", from_here(folder), *model, *run_dir]
 
 
 def has_gpu(given: Mapping[str, Any]) -> bool:

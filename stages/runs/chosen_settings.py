@@ -4,6 +4,7 @@ run begins, and those of its ``config.yaml`` from then on."""
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from stages.runs.choices import choose, has_gpu, is_trained
+from stages.runs.choices import FEW_IMAGES, choose, fine_tuning, has_gpu, is_trained
 from stages.runs.directory import RunDirectory
 from stages.runs.trained_teacher import choose_start, look_at
 
@@ -58,9 +59,11 @@ def settings_for(
     if is_trained(phase.teacher):
         choose_start(choices, sizes)
     settings = config.parse(choices.tree, "--set")
-    lines = [f"{folder}: {facts}", *(f"  {line}" for line in choices.lines(plain))]
-    if settings.model.name.startswith("gauvit_"):
-        lines.append(f"'gaupipe plan --data {folder}' prints its steps, memory and disk")
+    lines = [f"{folder}: {facts}"]
+    if settings.model.name.startswith("gauvit_") and facts.images < FEW_IMAGES:
+        lines.append("these are few images for a ViT from the start; first try a pretrained one:")
+        lines.append(f"  {shlex.join(fine_tuning(folder))}")
+    lines += [f"  {line}" for line in choices.lines(plain)]
     if not plain and settings.phase_a.teacher == "vit":
         lines.append(
             f"'gaupipe train --data {folder}' does without a teacher, in half the time or less"

@@ -19,6 +19,7 @@ from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
+from gaupipe.system.terminal import fitted
 
 if TYPE_CHECKING:
     from gaupipe.data.splits import ImageData
@@ -349,11 +350,11 @@ def say_if_afresh(folder: Path, resume: bool) -> None:
     if not resume or (folder / "checkpoint" / "state.pt").is_file():
         return
     settings = "it was begun with" if folder.exists() else "of this command"
-    print(
+    line = (
         f"gaupipe: {folder}: nothing was saved to resume: "
-        f"starts afresh with the settings {settings}",
-        file=sys.stderr,
+        f"starts afresh with the settings {settings}"
     )
+    print(fitted(line, sys.stderr), file=sys.stderr)
 
 
 def check_name(name: str) -> None:

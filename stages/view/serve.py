@@ -18,6 +18,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.files import FilesJob, images_of, open_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
+from gaupipe.system.imports import pip_install
 from stages.look.image_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
 from stages.view.page import write_page
@@ -150,7 +151,7 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
         from stages.view.app import make_app
     except ModuleNotFoundError as error:
         raise UserError(
-            f"view: the package {error.name} is missing: pip install 'gaupipe[view]'; --html works "
+            f"view: the package {error.name} is missing: {pip_install('view')}; --html works "
             "without"
         ) from None
     listening = bound(port)
