@@ -14,7 +14,6 @@ import torch
 import typer
 
 import gaupipe  # noqa: F401  (before the command line, which would leave torch for later)
-from object_storage import s3, server
 from pictures import write_idx
 from runs import run_main
 from storage import CREDENTIALS, s3_server

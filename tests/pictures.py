@@ -43,9 +43,3 @@ class NumberedMaps:
 
 
 UNCHANGED = Augment(AugmentSettings(), seed=0)
-
-
-def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> FolderFacts:
-    """What is known of a folder of photos."""
-    counts = {name: images // len(classes) for name in classes}
-    return FolderFacts(counts, *size, **more)

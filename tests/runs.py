@@ -8,25 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gaupipe.settings import load as config
-from stages import phase_a
 from stages.cli import main
-
-SETTINGS = [
-    "data.train_images=200",
-    "data.batch_size=2",
-    "phase_a.max_epochs=1",
-    "phase_a.mode=stochastic",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
-SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
-
-
-def train_teacher(folder: Path, *settings: str) -> Path:
-    """A run directory whose phase A has finished."""
-    phase_a.run(config.load("digits_expected", [*SETTINGS, *settings]), folder)
-    return folder
 
 
 def end_of(*arguments, cwd=None) -> SystemExit:

@@ -15,12 +15,12 @@ import torch
 
 import store
 from damage import contents, differing, flip, times
+from exports import SHARD_MB, train
 from gaupipe.distillation.export import lost
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings import load as config
 from killing import KILLED, InWrite, exit_code
-from runs import SHARD_MB, train_teacher
 from stages import export, phase_a
 from stages.runs.directory import RunDirectory
 from stores import write_pending
@@ -29,7 +29,7 @@ from stores import write_pending
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run directory whose phase A has finished, and its complete store."""
-    folder = train_teacher(tmp_path_factory.mktemp("export") / "run")
+    folder = train(tmp_path_factory.mktemp("export") / "run")
     export.run(folder, shard_mb=SHARD_MB)
     return folder
 
@@ -246,7 +246,7 @@ def test_clipped_means_are_reported(run, in_process):
 
 
 def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_process):
-    run = train_teacher(
+    run = train(
         tmp_path / "run",
         "phase_a.per_image=embedding",
         "phase_a.compression={embedding: 8, hidden: 16}",
@@ -280,7 +280,7 @@ def test_the_usual_kind_is_the_smallest_that_loses_nothing(changes, kind):
 
 
 def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path, in_process):
-    run = train_teacher(tmp_path / "run", "phase_a.per_image=none", "phase_a.mode=expected")
+    run = train(tmp_path / "run", "phase_a.per_image=none", "phase_a.mode=expected")
     command = ("export-maps", "--run-dir", run)
     assert in_process(*command)[0] == 0
     assert in_process(*command, "--kind", "gaussian", "--out", run / "rows.zarr")[0] == 0

@@ -12,8 +12,8 @@ import pytest
 
 import store
 from damage import contents
+from exports import SHARD_MB, train
 from killing import FORKS
-from runs import SHARD_MB, train_teacher
 from stages import export
 from store.files import Files
 
@@ -21,7 +21,7 @@ from store.files import Files
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run whose phase A has finished, and the store that one process exported."""
-    folder = train_teacher(tmp_path_factory.mktemp("parts") / "run")
+    folder = train(tmp_path_factory.mktemp("parts") / "run")
     export.run(folder, shard_mb=SHARD_MB)
     return folder
 

@@ -12,7 +12,6 @@ import pytest
 import zarr
 
 import store
-from object_storage import CREDENTIALS
 from stages.view.serve import open_viewer
 from storage import CREDENTIALS
 from store.files import Files

@@ -97,12 +97,3 @@ def unpacked(message: bytes, name: str) -> tuple[dict, np.ndarray]:
     dtype, shape, offset = header["arrays"][name]
     count = int(np.prod(shape))
     return header, np.frombuffer(message, dtype, count, 4 + length + offset).reshape(shape)
-
-
-def get(url: str, **headers: str) -> tuple[int, bytes, dict]:
-    """Status, body and headers of an answer."""
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
-            return answer.status, answer.read(), dict(answer.headers)
-    except urllib.error.HTTPError as error:
-        return error.code, error.read(), dict(error.headers)
