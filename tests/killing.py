@@ -111,6 +111,8 @@ Moment = AtFile | InWrite | AtCall
 
 
 def _work(work: Callable, arguments: tuple, kill: Moment | None) -> None:
+    # the fork server blocks SIGTERM if the first to start it was a training with readers of images
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if kill:
         kill.arm()
     work(*arguments)
