@@ -145,9 +145,9 @@ def run(
     An unfinished store of the same teacher is continued: its finished shards stay.
     """
     request = ExportRequest(RunDirectory(run_dir), kind, **options)
-    settings = distributed.main_first(request.check)
+    settings = request.check()
     if settings.phase_a.is_local and request.teacher is None:
-        distributed.on_main(lambda: say_nothing_to_export(settings, request.out))
+        say_nothing_to_export(settings, request.out)
         return None
     with request.run.locked():
         job = distributed.main_first(lambda: request.load(settings, data))
@@ -162,11 +162,13 @@ def say_nothing_to_export(settings: Settings, out: str | None) -> None:
             f"--out {out}: the maps of the teacher local are stored nowhere, phase B makes them: "
             "leave it out"
         )
-    maps = described(settings.phase_a)
-    print(
-        f"gaupipe: export: nothing to store: the teacher local has {maps}; phase B makes its maps",
-        file=sys.stderr,
-    )
+    if distributed.is_main():
+        maps = described(settings.phase_a)
+        print(
+            f"gaupipe: export: nothing to store: the teacher local has {maps}; "
+            "phase B makes its maps",
+            file=sys.stderr,
+        )
 
 
 def run_model(
@@ -286,12 +288,12 @@ class Place:
 
 def export(job: TeacherJob[Any], place: Place, options: dict[str, Any]) -> str:
     """Writes the store of a teacher and returns its URL."""
-    ranks.check_same(job.settings, job.data)
-    sha256 = job.common_sha256()
-    asked = distributed.main_first(lambda: place.choose(job, options))
-    schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
+    asked = place.choose(job, options)  # before any rank has begun a store there
+    ranks.check_same(job.settings, job.data, job.named_sha256())
+    schema = make_schema(job, asked, job.sha256)
     with contextlib.ExitStack() as held:
-        distributed.on_main(lambda: held.enter_context(place.held(job, schema)))
+        if distributed.is_main():
+            held.enter_context(place.held(job, schema))
         write(job, distributed.main_first(lambda: place.open(job, schema)))
     return place.url
 
@@ -324,7 +326,7 @@ def ensure(
                 )
         return True
 
-    if not distributed.broadcast(distributed.on_main(is_there)):
+    if not distributed.from_main(is_there):
         run(run_dir, out=out, data=data, augment=augment, **options)
     return url
 
@@ -332,7 +334,8 @@ def ensure(
 def write(job: TeacherJob[Any], writer: store.Writer) -> None:
     """Runs the teacher over the images of every pending shard; shards are encoded and stored
     while the next are made. Of W ranks, rank r writes the shards r, r + W, and so on."""
-    schema, pending = writer.schema, distributed.broadcast(writer.pending())
+    schema = writer.schema
+    pending = writer.pending()
     images = sum(shard.stop - shard.start for shard in pending)
     mine = [
         shard for shard in pending if shard.index % distributed.world_size() == distributed.rank()
@@ -361,7 +364,8 @@ def write(job: TeacherJob[Any], writer: store.Writer) -> None:
         for write in writes:
             write.result()
         of_ranks = distributed.all_gather_object(losses)  # once all ranks' shards are stored
-        distributed.on_main(writer.finish)
+        if distributed.is_main():
+            writer.finish()
         seconds, entry = time.monotonic() - started, entry_of(schema)
         speed = images / max(seconds, 1e-9)
         progress.line(f"export: {images:,} {entry}s in {seconds:.1f} s, {speed:,.0f} {entry}s/s")

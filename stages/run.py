@@ -15,7 +15,7 @@ from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
 from gaupipe.training.student import check_baseline
 from stages import export, phase_a, phase_b
-from stages.runs import kept_epochs, ranks
+from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 
 
@@ -49,7 +49,6 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         return data
 
     data = distributed.main_first(prepare)
-    ranks.check_same(settings, data)
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
     export.ensure(run_dir, export=settings.export, data=data)

@@ -86,7 +86,7 @@ def fit_probe(job: Any) -> Probe:
         val, val_labels = features_of(job, job.data.val)
         return fitted(train, labels, val, val_labels, job.data.num_classes, job.settings.seed)
 
-    return distributed.broadcast(distributed.on_main(fit))
+    return distributed.from_main(fit)  # the solver may end elsewhere on another machine
 
 
 def features_of(job: Any, split: Split) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,6 @@ from gaupipe.distillation.student import MapShape
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
-from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
@@ -66,14 +65,9 @@ class TeacherJob(Generic[Kind]):
         """A digest of everything that a finished teacher has learned. Collective."""
         return self.teacher.sha256(self.per_image)
 
-    def common_sha256(self) -> str:
-        """:attr:`sha256`, which has to be the same on all ranks. Raises ErrorOnAllRanks, on every
-        rank, where ranks hold other teachers."""
-        distributed.check_same(
-            {f"teacher {self.settings.phase_a.teacher}, sha256": self.sha256},
-            "every process should load the same trained weights",
-        )
-        return self.sha256
+    def named_sha256(self) -> dict[str, str]:
+        """:attr:`sha256` by a name for messages. Collective."""
+        return {f"teacher {self.settings.phase_a.teacher}, sha256": self.sha256}
 
     def notes(self) -> dict[str, object]:
         """The teacher's settings in the attributes of its store, as JSON."""

@@ -82,7 +82,8 @@ class TrainingState(Generic[Network]):
             within = f"_{self.batches:07d}" if self.epoch else ""
             self.per_image.commit()
             per_image = self.per_image.save(folder, f"{len(self.metrics):04d}{within}")
-        distributed.on_main(lambda: self._write(folder, per_image))
+        if distributed.is_main():  # no rank saves again before all have exchanged a loss
+            self._write(folder, per_image)
 
     def remove_superseded(self, folder: Path) -> None:
         """Deletes files of earlier and of killed saves."""

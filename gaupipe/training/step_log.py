@@ -49,7 +49,8 @@ class StepLog:
     def __enter__(self) -> StepLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.update.log_norm = bool(self.every)
-        distributed.on_main(self._open)
+        if distributed.is_main():
+            self._open()
         return self
 
     def _open(self) -> None:

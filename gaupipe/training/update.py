@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
 from gaupipe.system.signals import Pauses
 from gaupipe.training.state import TrainingState
 
@@ -61,7 +62,7 @@ class Update:
     def __call__(self, loss: Tensor, weight: float = 1.0) -> float:
         """The backward pass of one batch's loss, the mean over its images on this rank, of that
         :attr:`~gaupipe.data.batches.Batch.weight`. Returns the number by which the loss was
-        multiplied before it went back. Raises ErrorOnAllRanks for a loss that is not finite."""
+        multiplied before it went back. Raises UserError for a loss that is not finite."""
         state, accumulate = self.state, self.state.optim.accumulate
         epoch, step = divmod(self.batch, self.steps)
         state.schedule.step_update(self.batch)
@@ -71,7 +72,7 @@ class Update:
         if not torch.isfinite(of_world):
             where = f"in epoch {epoch + 1}, step {step + 1} of {self.steps}"
             of = f"lr {state.lr:.3g}, {state.precision}, clip_grad {state.optim.clip_grad}"
-            raise distributed.ErrorOnAllRanks(
+            raise UserError(
                 f"the loss is {of_world.item()} {where} ({of}): lower optim.lr or raise "
                 "optim.warmup_epochs, and where it is the first step model.init_std; "
                 "the last checkpoint is kept"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def find_run(run_dir: Path | None) -> Path:
     if run_dir is None:
         from stages.runs.directory import last_used
 
-        run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
+        run_dir = last_used().path
         say(f"{run_dir} (the run used last; --run-dir names another)")
     check_paths(run_dir=run_dir)
     return run_dir
@@ -121,7 +120,7 @@ def read_settings(
 
         config = "digits" if config is None else config
         named = [] if student is None else [f"model.attention={student}"]
-        settings = distributed.main_first(lambda: load(config, [*(overrides or []), *named]))
+        settings = load(config, [*(overrides or []), *named])
         return settings, run_dir or Path("runs") / Path(config).stem
     if config is not None:
         raise UserError(
@@ -133,8 +132,7 @@ def read_settings(
         from stages.runs.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
-    choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)
-    settings, lines = distributed.broadcast(distributed.on_main(choose))
+    settings, lines = settings_for(data, overrides or [], folder, student, plain=plain)
     if distributed.is_main():
         print("\n".join(lines), file=sys.stderr)
     return settings, folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from stages.begin import check_paths
 from stages.cli.app import command
@@ -249,7 +248,7 @@ def train(
     overrides = with_model(overrides, "model.name", model, download)
     from gaupipe.settings.load import check_plain
 
-    distributed.main_first(lambda: check_plain(names_of_settings(overrides)))
+    check_plain(names_of_settings(overrides))
     settings, folder = read_settings(config, overrides, run_dir, data, student, plain=True)
     from stages.runs.directory import RunDirectory
 

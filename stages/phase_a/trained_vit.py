@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.probe import check_probe, fit_probe
@@ -22,8 +21,9 @@ from gaupipe.teachers.vit import VitTeacher, weights_of_patches
 from gaupipe.training.job import train, training_state
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.saving import save_student
+from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import opened_teacher, write_digest
+from stages.runs.opening import opened_teacher
 
 
 def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | TeacherTraining:
@@ -55,13 +55,9 @@ def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[EpochMetr
     with opened_teacher(run, job.settings, job.data, resume, state):
         train(job, state, run.phase_a)
         folder = run.phase_a / "teacher"
-
-        def saved() -> VitJob:
-            if distributed.is_main():
-                save_student(state.kept, folder, **job.data.data_config)
-            return build(job.settings, job.data, folder)
-
-        write_digest(run, distributed.main_first(saved))
+        if distributed.is_main():
+            save_student(state.kept, folder, **job.data.data_config)
+            run.write_teacher_digest(build(job.settings, job.data, folder).sha256)
     return state.metrics
 
 
@@ -69,18 +65,19 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Takes a teacher that was trained before into a run directory and scores it once. Returns the
     metrics: one entry, of epoch 0; without a head for the classes its validation accuracy is that
     of a linear probe."""
-    job.common_sha256()
+    ranks.check_same(job.settings, job.data, job.named_sha256())
     if run.teacher_digest() is not None:
         check_unchanged(job, run)
     with opened_teacher(run, job.settings, job.data, resume):
         path = run.phase_a / "metrics.jsonl"
-        if not distributed.broadcast(path.is_file()):
+        if not distributed.from_main(lambda: path.is_file() and run.teacher_sha256.is_file()):
             probe_where_others_are_predicted(job)
             metrics = measure(job)
-            path.parent.mkdir(exist_ok=True)
-            distributed.on_main(partial(write_whole, path, json.dumps(metrics) + "\n"))
-        write_digest(run, job)
-        return read_metrics(path)
+            if distributed.is_main():
+                path.parent.mkdir(exist_ok=True)
+                write_whole(path, json.dumps(metrics) + "\n")
+                run.write_teacher_digest(job.sha256)
+    return read_metrics(path)
 
 
 def probe_where_others_are_predicted(job: TeacherJob) -> None:

@@ -80,6 +80,10 @@ class RunDirectory:
             )
         return text
 
+    def write_teacher_digest(self, sha256: str) -> None:
+        """Writes ``teacher_sha256``, last: phase A has finished."""
+        write_whole(self.teacher_sha256, sha256 + "\n")
+
     def student(self, name: str, distilled: bool = True) -> Path:
         """Folder of one student; the baseline's learned from the labels alone."""
         return self.path / ("phase_b" if distilled else "plain") / name
@@ -306,11 +310,12 @@ def last_used() -> RunDirectory:
 
 @contextlib.contextmanager
 def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
-    """:func:`lock_of_process` of rank 0, for all ranks."""
-    distributed.check_same({what: folder}, "every process should get the same folder")
+    """:func:`lock_of_process` of rank 0, for all ranks. They enter and leave together: no rank
+    writes before rank 0 has the lock, or goes on to read before rank 0 has written."""
     with contextlib.ExitStack() as held:
-        distributed.on_main(lambda: held.enter_context(lock_of_process(folder, what, shared)))
+        distributed.from_main(lambda: held.enter_context(lock_of_process(folder, what, shared)))
         yield
+        distributed.from_main(lambda: None)
 
 
 @contextlib.contextmanager
