@@ -17,7 +17,7 @@ from gaupipe.data.images import FileImages, Source
 from gaupipe.data.splits import Split
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
-from gaupipe.system.signals import spare_worker, spared
+from gaupipe.system.signals import kill_readers_at_exit, spare_worker, spared
 
 FEW_IMAGES = 2_000
 """Decoding an epoch of fewer images is not worth starting processes."""
@@ -143,6 +143,8 @@ class Loader:
         return min(max(1, cores - 1) if self.pin else cores // 2, MOST_WORKERS)
 
     def _data_loader(self, workers: int) -> DataLoader[Any]:
+        if workers:
+            kill_readers_at_exit()
         return DataLoader(
             _Fetching(self.source),
             batch_sampler=self._requests,  # type: ignore[arg-type]  # lists of samples to torch

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing import parent_process, resource_tracker
+from multiprocessing import active_children, parent_process, resource_tracker, util
 from types import FrameType
 from typing import Any
 
@@ -127,6 +127,22 @@ def spared() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def kill_readers_at_exit() -> None:
+    """Before this process ends, it kills what is left of the processes that read its images.
+
+    multiprocessing would ask them with SIGTERM and wait. But they spare the first SIGTERM, and two
+    that come while it is blocked count as one: this process would wait for ever. torch has asked
+    them to end before.
+    """
+    util.Finalize(None, _kill_children, exitpriority=0)
+
+
+def _kill_children() -> None:
+    for process in active_children():
+        if process.daemon:
+            process.kill()
 
 
 def spare_worker(_number: int) -> None:
