@@ -108,7 +108,7 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
         settings = run.settings()
         data = run.load_data(settings)
         job = other_teacher(settings, data, teacher, schema.extra.get("teacher_args"))
-    if schema.extra.get("probe"):
+    if schema.extra.get("probe") and job.probe is None:
         job.probe = fit_probe(job)
     return job
 

@@ -6,7 +6,9 @@ Axis letters: N training images, B images of a batch, D features, C classes, F f
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,9 @@ from sklearn.metrics import log_loss
 from torch import Tensor
 
 from gaupipe.data.splits import ImageData, Split
-from gaupipe.system import distributed
-from gaupipe.system.errors import UserError
+from gaupipe.system import digests, distributed
+from gaupipe.system.errors import UserError, one_line
+from gaupipe.system.files import whole_file
 
 FOLDS = 5
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -53,6 +56,11 @@ class Probe:
         folds = self.folds[image_ids.cpu()].to(features.device)
         return of_all[torch.arange(len(features), device=features.device), folds]
 
+    def save(self, path: Path, source: Mapping[str, object]) -> None:
+        """Writes the probe whole or not at all, with the ``source`` that it was fitted to."""
+        with whole_file(path) as partial:
+            digests.save({"source": dict(source), "probe": vars(self)}, partial)
+
     def _of_all(self, features: Tensor) -> Tensor:
         """[B, F + 1, C] of every regression."""
         weights, biases = self.weights.to(features.device), self.biases.to(features.device)
@@ -74,6 +82,36 @@ def check_probe(data: ImageData) -> None:
             f"{start}: the class {name} has {counts[number]} training images, and whichever fold "
             "has one of a class, another must have one too: give it at least 2"
         )
+
+
+def load_probe(path: Path, source: Mapping[str, object]) -> Probe | None:
+    """The probe that :meth:`Probe.save` wrote; None where there is none, and for one of another
+    ``source``. Raises UserError for a damaged file."""
+    if not path.is_file():
+        return None
+    try:
+        digests.check(path)
+        saved = torch.load(path, weights_only=True)
+        if saved["source"] != dict(source):
+            return None
+        return Probe(**saved["probe"])
+    except OSError:
+        raise
+    except Exception as error:  # whatever torch makes of a foreign file
+        raise UserError(
+            f"{path} is damaged ({one_line(error)}): remove it, and the probe is fitted again"
+        ) from None
+
+
+def source_of_probe(job: Any) -> dict[str, object]:
+    """What the probe of a :class:`~gaupipe.distillation.teacher.TeacherJob` follows from."""
+    data = job.data
+    return {
+        "teacher": job.sha256,
+        "training images": data.sha256,
+        "validation images": data.val_sha256,
+        "seed": job.settings.seed,
+    }
 
 
 def fit_probe(job: Any) -> Probe:

@@ -7,7 +7,7 @@ import json
 import sys
 
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.probe import check_probe, fit_probe
+from gaupipe.distillation.probe import check_probe, fit_probe, load_probe, source_of_probe
 from gaupipe.distillation.student import check_student
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import TeacherTraining, VitJob, build, build_model, measure
@@ -75,15 +75,17 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
             metrics = measure(job)
             if distributed.is_main():
                 path.parent.mkdir(exist_ok=True)
+                if job.probe is not None:
+                    job.probe.save(run.probe, source_of_probe(job))
                 write_whole(path, json.dumps(metrics) + "\n")
                 run.write_teacher_digest(job.sha256)
     return read_metrics(path)
 
 
 def probe_where_others_are_predicted(job: TeacherJob) -> None:
-    """Gives a teacher that does not predict the classes of the data set a linear probe, and says
-    how good it is; or why there is none, where phase B can do without. Collective. Raises UserError
-    where phase B cannot."""
+    """Gives a teacher that does not predict the classes of the data set a linear probe, if it has
+    none yet, and says how good it is; or why there is none, where phase B can do without.
+    Collective. Raises UserError where phase B cannot."""
     vit, data = job.teacher, job.data
     if not isinstance(vit, VitTeacher) or vit.predicts:
         return
@@ -91,7 +93,8 @@ def probe_where_others_are_predicted(job: TeacherJob) -> None:
     other = f"its {classes} classes are not the" if classes else "has no head for the"
     start = f"gaupipe: {vit.name}: {other} {vit.num_classes} of {data.name}"
     try:
-        job.probe = fit_probe(job)
+        if job.probe is None:
+            job.probe = fit_probe(job)
     except UserError as error:
         if job.settings.phase_b.alpha:
             raise
@@ -106,12 +109,14 @@ def probe_where_others_are_predicted(job: TeacherJob) -> None:
 
 
 def load(run: RunDirectory, settings: Settings, data: ImageData) -> VitJob:
-    """The finished teacher of a run. Raises UserError where phase A has not finished, and for a
-    teacher that has changed since."""
+    """The finished teacher of a run, with its probe if it has one. Raises UserError where phase A
+    has not finished, and for a teacher that has changed since."""
     if run.teacher_digest() is None:
         raise unfinished(run)
     job = build(settings, data, run.phase_a / "teacher")
     check_unchanged(job, run)
+    if not job.teacher.predicts:
+        job.probe = load_probe(run.probe, source_of_probe(job))
     return job
 
 

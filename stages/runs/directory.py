@@ -55,6 +55,11 @@ class RunDirectory:
         return self.phase_a / "teacher_sha256"
 
     @property
+    def probe(self) -> Path:
+        """The linear probe of a teacher that does not predict the classes of the data set."""
+        return self.phase_a / "probe.pt"
+
+    @property
     def maps(self) -> Path:
         return self.path / "maps.zarr"
 
@@ -205,33 +210,33 @@ class RunDirectory:
         """Makes the folder and writes the resolved settings, in one step, and which images are in
         each split. Raises UserError as :meth:`check_free` does, and for other images than those
         that the run began with."""
-        from gaupipe.teachers.fine_tuning import weights_sha256  # with timm
-
         self.check_free(settings, resume)
         data.check_split(self.split)
-        self.check_weights(settings)
+        weights = self.check_weights(settings)
         self.follow(settings)
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
-        for sha256 in weights_sha256(settings.model.name).values():
-            write_whole(self.weights_sha256, sha256 + "\n")
+        if weights is not None and not self.weights_sha256.is_file():
+            write_whole(self.weights_sha256, weights + "\n")
         data.write_split(self.split)
 
-    def check_weights(self, settings: Settings) -> None:
-        """Raises UserError where the weights of a fine-tuning are not those that the run began
-        with: its students would have different starts."""
+    def check_weights(self, settings: Settings) -> str | None:
+        """The sha256 of the weights in a folder from which a fine-tuning starts, if it does. Raises
+        UserError where they are not those that the run began with: its students would have
+        different starts."""
         from gaupipe.teachers.fine_tuning import weights_sha256  # with timm
 
-        if not self.weights_sha256.is_file():
-            return
-        before = self.weights_sha256.read_bytes().strip()
         for sha256 in weights_sha256(settings.model.name).values():
-            if sha256.encode() != before:
-                raise UserError(
-                    f"{self.weights_sha256}: the weights in {settings.model.name} were others when "
-                    "the run began: put them back, or start another run with --run-dir"
-                )
+            if self.weights_sha256.is_file():
+                before = self.weights_sha256.read_bytes().decode(errors="replace").strip()
+                if sha256 != before:
+                    raise UserError(
+                        f"{self.weights_sha256}: the weights in {settings.model.name} were others "
+                        "when the run began: put them back, or start another run with --run-dir"
+                    )
+            return sha256
+        return None
 
     def follow(self, settings: Settings) -> None:
         """Writes down where the images of the settings are, if the folder that the run knows has
