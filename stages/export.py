@@ -28,14 +28,14 @@ from gaupipe.distillation.export import (
     stored_export,
 )
 from gaupipe.distillation.files import FilesJob, open_model
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.local import described
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import other_teacher
 from gaupipe.settings import ExportSettings, Settings
-from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import with_overrides
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
@@ -125,7 +125,7 @@ class ExportRequest:
         if self.teacher is None:
             job = phase_a.load(self.run, data, download=self.download)
         else:
-            tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
+            tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
             settings = settings.model_copy(update={"download": self.download})
             images = data or self.run.load_data(settings)
             args = tree["phase_a"]["teacher_args"]
@@ -191,7 +191,7 @@ def run_model(
 
     def load() -> TeacherJob[Any]:
         place.check()
-        if kind is not None and kind in KINDS and not store.KINDS[kind].has_prefix:
+        if kind is not None and kind in MAP_KINDS and not store.KINDS[kind].has_prefix:
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
         return open_model(model, files, download, image_size)[0]
 
@@ -227,12 +227,12 @@ class Place:
         folder = store.local_folder(self.url)
         if self.force or folder is None:
             return
-        of_model = isinstance(job, FilesJob)
-        images = "--images" if of_model else "data.train_images"
+        has_files = isinstance(job, FilesJob)
+        images = "--images" if has_files else "data.train_images"
         shared = sum(array.nbytes for array in (decoder(job, schema.kind) or {}).values())
         place = f"choose another --out or --kind, or fewer {images}"
         check_disk("export", schema.total_bytes + shared, folder, place)
-        if of_model:
+        if has_files:
             maps = schema.layers * schema.heads * schema.tokens**2
             batch = min(job.settings.data.eval_batch_size, schema.num_images) * maps * MAP_BYTES
             shard = max(int(self.shard_mb * 1e6), schema.bytes_per_image)
@@ -363,13 +363,13 @@ def write(job: TeacherJob[Any], writer: store.Writer) -> None:
             writes.append(pool.submit(writer.write, shard, whole))
         for write in writes:
             write.result()
-        of_ranks = distributed.all_gather_object(losses)  # once all ranks' shards are stored
+        all_losses = distributed.all_gather_object(losses)  # once all ranks' shards are stored
         if distributed.is_main():
             writer.finish()
         seconds, entry = time.monotonic() - started, entry_of(schema)
         speed = images / max(seconds, 1e-9)
         progress.line(f"export: {images:,} {entry}s in {seconds:.1f} s, {speed:,.0f} {entry}s/s")
-        gathered = [loss for of_rank in of_ranks for loss in of_rank]
+        gathered = [loss for rank_losses in all_losses for loss in rank_losses]
         if line := loss_line(schema, gathered, images):
             progress.line(f"export: {line}")
 

@@ -107,7 +107,7 @@ def run(
         train = settings.baseline_training
         if not plain:
             train = train.model_copy(update={"epochs": settings.baseline_epochs})
-        stages["plain"] = of_student(settings, data, "plain", train, world_size)
+        stages["plain"] = plan_student(settings, data, "plain", train, world_size)
     for stage in stages.values():
         if "epochs" in stage:
             stage["steps"] = stage["epochs"] * -(-images // settings.data.batch_size)
@@ -137,7 +137,7 @@ def plan_phases(
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
     train = settings.student_training
-    student = of_student(settings, data, "distilled", train, world_size)
+    student = plan_student(settings, data, "distilled", train, world_size)
     if settings.phase_a.is_local:
         local.check(settings, data)
         return {"phase_b": student}, 0
@@ -165,7 +165,7 @@ def plan_phases(
     return stages, needs.per_image_parameters
 
 
-def of_student(
+def plan_student(
     settings: Settings,
     data: ImageData,
     how: str,

@@ -20,7 +20,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import MapsOfEpoch
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.probe import fit_probe
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import layer_map
@@ -119,7 +119,7 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
 def test_maps_come_back_from_the_store(run, kind, encoding, k, most):
     export.run(run, kind, encoding=encoding, k=k)
     maps = store.open(run / "maps.zarr")
-    read = KINDS[kind].reader(maps, torch.device("cpu"))(maps.gather(np.arange(20)))
+    read = MAP_KINDS[kind].reader(maps, torch.device("cpu"))(maps.gather(np.arange(20)))
     oracle = teachers_maps(run, first_images(run, 20))
     assert oracle.std() > 0.01  # maps that differ from uniform ones
     if k == 3:
@@ -197,7 +197,7 @@ def test_views_are_stored_and_drawn_again(run, drawn):
         batch = next(batches.epoch(epoch, augment, stored, epoch % views))
         assert batch.geometry is None
         oracle = teachers_maps(run, batch.images)
-        read = KINDS["dense"].reader(maps, torch.device("cpu"))(batch.stored)
+        read = MAP_KINDS["dense"].reader(maps, torch.device("cpu"))(batch.stored)
         assert (read.map(0) - oracle[:, 0]).abs().max() < 1e-3
         assert np.array_equal(batch.stored["labels"], batch.labels.numpy())
     drawn.clear()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import store
-from gaupipe.distillation.kinds import KINDS as stored_kinds
+from gaupipe.distillation.kinds import MAP_KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import Decoder

@@ -27,7 +27,7 @@ SPLITS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class SplitFolders:
     """Folders that hold a folder of images for each class; None where there is none."""
 
     train: Path
@@ -35,7 +35,7 @@ class Layout:
     test: Path | None
 
 
-def layout(root: Path) -> Layout:
+def find_splits(root: Path) -> SplitFolders:
     """Finds the folders of each split below ``root``, which :data:`SPLITS` names.
 
     Without any of these folders all class folders lie in ``root`` itself. One line on stderr, once,
@@ -64,7 +64,7 @@ def layout(root: Path) -> Layout:
                 f"data.root {root}: left out the folders beside the training images that are "
                 f"neither validation nor test images: {', '.join(others)}"
             )
-        return Layout(folders["train"], folders.get("val"), folders.get("test"))
+        return SplitFolders(folders["train"], folders.get("val"), folders.get("test"))
     # a folder val/ or test/ with folders inside is a split; with images alone it is a class
     if not beside or any(map(_folders_in, folders.values())):
         moved = ""
@@ -78,7 +78,7 @@ def layout(root: Path) -> Layout:
             f"(val/ and test/ may stand beside train/); or {str(root)!r} should hold CLASS/*.png"
             f"{moved}"
         )
-    return Layout(root, None, None)
+    return SplitFolders(root, None, None)
 
 
 def _folders_in(folder: Path) -> list[Path]:
@@ -244,7 +244,7 @@ class FolderFacts:
 def facts_of(root: Path) -> FolderFacts:
     """Looks at a folder. No pixels are read. Raises UserError for a folder that cannot be meant,
     and for a sampled file that is no image."""
-    folders = layout(root)
+    folders = find_splits(root)
     classes = find_classes(folders.train)
     names = [name for images in classes.values() for name in images]
     sampled = dict.fromkeys(names[i * len(names) // SAMPLE] for i in range(SAMPLE))

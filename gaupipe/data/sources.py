@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gaupipe.data.folder import find_classes, layout
+from gaupipe.data.folder import find_classes, find_splits
 from gaupipe.data.images import ArrayImages, FileImages, Source
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
@@ -94,8 +94,8 @@ def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
 def _folder_sources(
     settings: DataSettings,
 ) -> tuple[FileImages, FileImages | None, FileImages | None]:
-    """The images of a folder, as :func:`gaupipe.data.folder.layout` finds them."""
-    folders = layout(settings.root or Path("data"))
+    """The images of a folder, as :func:`gaupipe.data.folder.find_splits` finds them."""
+    folders = find_splits(settings.root or Path("data"))
     training = find_classes(folders.train)
 
     def held_out(folder: Path | None) -> FileImages | None:

@@ -47,23 +47,24 @@ class Probe:
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [B, C] float32 of images that are no training images, by ``features`` [B, D]."""
-        return self._of_all(features)[:, -1]
+        return self._all_logits(features)[:, -1]
 
     def logits_out_of_fold(self, features: Tensor, image_ids: Tensor) -> Tensor:
         """Logits [B, C] float32 of training images, or views of them, by the regression that has
         not seen them."""
-        of_all = self._of_all(features)
+        logits = self._all_logits(features)
         folds = self.folds[image_ids.cpu()].to(features.device)
-        return of_all[torch.arange(len(features), device=features.device), folds]
+        return logits[torch.arange(len(features), device=features.device), folds]
 
     def save(self, path: Path, source: Mapping[str, object]) -> None:
         """Writes the probe whole or not at all, with the ``source`` that it was fitted to."""
         with whole_file(path) as partial:
             digests.save({"source": dict(source), "probe": vars(self)}, partial)
 
-    def _of_all(self, features: Tensor) -> Tensor:
+    def _all_logits(self, features: Tensor) -> Tensor:
         """[B, F + 1, C] of every regression."""
-        weights, biases = self.weights.to(features.device), self.biases.to(features.device)
+        weights = self.weights.to(features.device)
+        biases = self.biases.to(features.device)
         return torch.einsum("bd,fcd->bfc", features.float(), weights) + biases
 
 
@@ -77,7 +78,9 @@ def check_probe(data: ImageData) -> None:
         )
     if counts.min() < 2:
         number = int(counts.argmin())
-        name = data.class_names[number] if data.class_names else number
+        name = str(number)
+        if data.class_names:
+            name = data.class_names[number]
         raise UserError(
             f"{start}: the class {name} has {counts[number]} training images, and whichever fold "
             "has one of a class, another must have one too: give it at least 2"
@@ -129,7 +132,8 @@ def fit_probe(job: Any) -> Probe:
 
 def features_of(job: Any, split: Split) -> tuple[np.ndarray, np.ndarray]:
     """(features [N, D] float64, labels [N]) of a split, as it is."""
-    features, labels = [], []
+    features = []
+    labels = []
     for batch in job.batches(split).in_order():
         features.append(job.teacher.pooled(batch.images).double().cpu())
         labels.append(batch.labels.cpu())
@@ -147,24 +151,25 @@ def fitted(
     """The probe of training images by their ``features`` [N, D] and ``labels`` [N]. The
     regularisation is that with the least cross-entropy out of fold."""
     folds = stratified(labels, seed)
-    mean, std = features.mean(0), features.std(0)
+    mean = features.mean(0)
+    std = features.std(0)
     std[std == 0] = 1  # a feature that is the same for all images
     scaled = (features - mean) / std
 
     def regressions(strength: float) -> list[LogisticRegression]:
         return [regression(scaled[folds != f], labels[folds != f], strength) for f in range(FOLDS)]
 
-    def loss(of_folds: list[LogisticRegression]) -> float:
+    def loss(models: list[LogisticRegression]) -> float:
         probabilities = np.empty((len(labels), num_classes))
-        for fold, model in enumerate(of_folds):
+        for fold, model in enumerate(models):
             probabilities[folds == fold] = model.predict_proba(scaled[folds == fold])
         return float(log_loss(labels, probabilities, labels=range(num_classes)))
 
     candidates = {strength: regressions(strength) for strength in STRENGTHS}
     strength = min(STRENGTHS, key=lambda one: loss(candidates[one]))
     models = [*candidates[strength], regression(scaled, labels, strength)]
-    weights = np.stack([of_classes(model.coef_) / std for model in models])  # [F + 1, C, D]
-    biases = np.stack([of_classes(model.intercept_[:, None])[:, 0] for model in models])
+    weights = np.stack([class_rows(model.coef_) / std for model in models])  # [F + 1, C, D]
+    biases = np.stack([class_rows(model.intercept_[:, None])[:, 0] for model in models])
     biases = biases - weights @ mean
     predicted = (val_features @ weights[-1].T + biases[-1]).argmax(-1)
     return Probe(
@@ -191,6 +196,8 @@ def regression(features: np.ndarray, labels: np.ndarray, strength: float) -> Log
         return LogisticRegression(C=strength, max_iter=MOST_ITERATIONS).fit(features, labels)
 
 
-def of_classes(rows: np.ndarray) -> np.ndarray:
+def class_rows(rows: np.ndarray) -> np.ndarray:
     """A row for each class. Of two classes scikit-learn has one, the second's less the first's."""
-    return np.concatenate([np.zeros_like(rows), rows]) if len(rows) == 1 else rows
+    if len(rows) == 1:
+        rows = np.concatenate([np.zeros_like(rows), rows])
+    return rows

@@ -71,8 +71,9 @@ class TeacherJob(Generic[Kind]):
 
     def notes(self) -> dict[str, object]:
         """The teacher's settings in the attributes of its store, as JSON."""
-        phase, data = self.settings.phase_a, self.settings.data
-        notes: dict[str, object] = {"data": data.model_dump(mode="json", exclude={"buckets"})}
+        phase = self.settings.phase_a
+        data = self.settings.data.model_dump(mode="json", exclude={"buckets"})
+        notes: dict[str, object] = {"data": data}
         if isinstance(self.teacher, VitTeacher):
             probe = self.probe is not None
             predicts = probe or self.teacher.predicts
@@ -87,8 +88,11 @@ UPPER_ACCURACY = 0.98
 def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
     """A line about a teacher that is trained: why its training ended, and whether its accuracy on
     the training images lies in the window."""
-    rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
-    accuracy, epochs = metrics[-1]["train_acc"], len(metrics)
+    rate = "phase_a.optim.lr"
+    if phase.learns_of_images:
+        rate = "phase_a.rows.lr"
+    accuracy = metrics[-1]["train_acc"]
+    epochs = len(metrics)
     assert accuracy is not None  # it was trained
     if accuracy < phase.stop_accuracy:
         return (
@@ -108,5 +112,5 @@ def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
 
 def identity(settings: Settings, data: ImageData) -> dict[str, object]:
     """Every setting that phase A reads, and the data set."""
-    of_phase = flatten(settings.without_student(), Scope.ANYTIME)
-    return of_phase | {"the data set": data.sha256}
+    read_by_phase_a = flatten(settings.without_student(), Scope.ANYTIME)
+    return read_by_phase_a | {"the data set": data.sha256}

@@ -139,7 +139,8 @@ class TrainingState(Generic[Network]):
                     f"{folder} was started with {name} {old}, now it is {new}: change it back, or "
                     "start afresh in another --run-dir"
                 )
-        metrics, finished = state["metrics"], state["finished"]
+        metrics = state["metrics"]
+        finished = state["finished"]
         if not isinstance(finished, bool) or (finished and not metrics):
             raise ValueError("it does not say which epochs are done")
         self.modules.load_state_dict(state["modules"])
@@ -149,8 +150,10 @@ class TrainingState(Generic[Network]):
             self.ema.load_state_dict(state["ema"])
         if self.per_image is not None:
             self.per_image.load(folder, state["rows"])
-        self.metrics, self.finished = metrics, finished
-        self.epoch, self.best = state["epoch"], state["best"]
+        self.metrics = metrics
+        self.finished = finished
+        self.epoch = state["epoch"]
+        self.best = state["best"]
 
 
 def val_acc(metrics: EpochMetrics) -> float:

@@ -22,7 +22,9 @@ class Update:
     def __init__(self, state: TrainingState[Any], steps: int, pauses: Pauses | None = None) -> None:
         """``steps`` is the number of batches in an epoch. ``pauses`` learn with each batch what
         the other ranks request."""
-        self.state, self.steps, self.pauses = state, steps, pauses or Pauses()
+        self.state = state
+        self.steps = steps
+        self.pauses = pauses or Pauses()
         self.losses: nn.Module | None = None
         self.batch = len(state.metrics) * steps + state.batches
         self.stepped = False
@@ -48,10 +50,10 @@ class Update:
         """The context of a forward pass: autocast, and no exchange of gradients before the last of
         the accumulated batches."""
         dtype = getattr(torch, self.state.precision)
-        waits: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        exchange: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if isinstance(self.losses, DistributedDataParallel) and not self._steps_now():
-            waits = self.losses.no_sync()
-        with waits, torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            exchange = self.losses.no_sync()  # DDP decides in the forward pass what backward does
+        with exchange, torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
             yield
 
     def _steps_now(self) -> bool:
@@ -63,17 +65,19 @@ class Update:
         """The backward pass of one batch's loss, the mean over its images on this rank, of that
         :attr:`~gaupipe.data.batches.Batch.weight`. Returns the number by which the loss was
         multiplied before it went back. Raises UserError for a loss that is not finite."""
-        state, accumulate = self.state, self.state.optim.accumulate
+        state = self.state
+        accumulate = state.optim.accumulate
         epoch, step = divmod(self.batch, self.steps)
         state.schedule.step_update(self.batch)
         if weight != 1.0:
             loss = loss * weight
-        of_world = self._shared(loss.detach())
-        if not torch.isfinite(of_world):
+        # of all ranks: a loss that is NaN on one of them has to end all at the same batch
+        mean_loss = self._shared(loss.detach())
+        if not torch.isfinite(mean_loss):
             where = f"in epoch {epoch + 1}, step {step + 1} of {self.steps}"
-            of = f"lr {state.lr:.3g}, {state.precision}, clip_grad {state.optim.clip_grad}"
+            how = f"lr {state.lr:.3g}, {state.precision}, clip_grad {state.optim.clip_grad}"
             raise UserError(
-                f"the loss is {of_world.item()} {where} ({of}): lower optim.lr or raise "
+                f"the loss is {mean_loss.item()} {where} ({how}): lower optim.lr or raise "
                 "optim.warmup_epochs, and where it is the first step model.init_std; "
                 "the last checkpoint is kept"
             )
@@ -91,16 +95,18 @@ class Update:
         """The mean of a loss over ranks. Their requests for a pause travel along."""
         requests = self.pauses.requests()
         if distributed.world_size() > 1:
+            # one exchange for both: each costs a step of every rank the network's latency
             mine = torch.cat([loss.view(1), loss.new_tensor(requests)])
-            loss, *shared = distributed.all_reduce_sum(mine).unbind()
-            loss, requests = loss / distributed.world_size(), torch.stack(shared).tolist()
+            total, *shared = distributed.all_reduce_sum(mine).unbind()
+            loss = total / distributed.world_size()
+            requests = torch.stack(shared).tolist()
         self.pauses.take_sum(requests)
         return loss
 
     def _step(self) -> None:
         state = self.state
         if state.optim.clip_grad is not None:
-            state.scaler.unscale_(state.optimizer)
+            state.scaler.unscale_(state.optimizer)  # the norm is of the true gradients
             self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
         elif self.log_norm:
             gradients = [one.grad for one in self.parameters if one.grad is not None]

@@ -165,8 +165,8 @@ def export_maps(
         if (url := stage.run(run_dir, kind, out=out, **options)) is not None:
             print(url)
         return
-    of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
-    for name in (name for name, value in of_run.items() if value):
+    run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+    for name in (name for name, value in run_options.items() if value):
         raise UserError(f"--{name}: belongs to a run: leave it out with --model")
     if out is None:
         raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")

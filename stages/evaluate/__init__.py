@@ -236,7 +236,7 @@ def predictions(
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
     mine = [
         (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
-        for batch in batches.of_rank()
+        for batch in batches.rank_batches()
     ]
     parts = chain.from_iterable(distributed.all_gather_object(mine))
     ids, logits, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))

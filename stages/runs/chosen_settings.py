@@ -10,7 +10,7 @@ from pathlib import Path
 from gaupipe.data.folder import facts_of
 from gaupipe.data.splits import load_data
 from gaupipe.settings import Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load_merged, parse, with_overrides
 from gaupipe.system.errors import UserError
 from stages.runs.choices import choose, has_gpu
 from stages.runs.directory import RunDirectory
@@ -37,17 +37,17 @@ def settings_for(
     run = RunDirectory(run_dir)
     if run.config.is_file():
         line = f"{run_dir}: goes on with the settings with which it began"
-        return _of_run(run, folder, root, overrides), [line]
+        return _run_settings(run, folder, root, overrides), [line]
     attention = [] if student is None else [f"model.attention={student}"]
-    valid = config.with_overrides({"phase_a": {"teacher": "vit"}}, [*overrides, *attention])
-    config.parse(valid, "--set")  # before anything is chosen by it
-    given = config.with_overrides({}, [*overrides, *attention])
+    valid = with_overrides({"phase_a": {"teacher": "vit"}}, [*overrides, *attention])
+    parse(valid, "--set")  # before anything is chosen by it
+    given = with_overrides({}, [*overrides, *attention])
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"--set data.{name}: --data {folder} says where the images are")
     facts = facts_of(folder)
     choices = choose(facts, str(root), has_gpu(given), given)
-    settings = config.parse(choices.tree, "--set")
+    settings = parse(choices.tree, "--set")
     lines = [f"{folder}: {facts}", *(f"  {line}" for line in choices.lines(plain))]
     if settings.model.name.startswith("gauvit_"):
         lines.append(f"'gaupipe plan --data {folder}' prints its steps, memory and disk")
@@ -58,7 +58,9 @@ def settings_for(
     return settings, lines
 
 
-def _of_run(run: RunDirectory, folder: Path, root: Path, overrides: Sequence[str]) -> Settings:
+def _run_settings(
+    run: RunDirectory, folder: Path, root: Path, overrides: Sequence[str]
+) -> Settings:
     """The settings of a run that has begun, with its images in ``folder``. Keywords of the user,
     such as ``model.args``, join those that were chosen, as when the run began."""
     before = run.settings().data
@@ -69,7 +71,7 @@ def _of_run(run: RunDirectory, folder: Path, root: Path, overrides: Sequence[str
             f"{run.path} holds a run on other images ({before.name}, data.root {before.root}); "
             "choose another --run-dir or remove it"
         )
-    settings = config.load_merged(run.config, overrides).with_section("data", root=root)
+    settings = load_merged(run.config, overrides).with_section("data", root=root)
     if gone:
         load_data(settings.data).check_split(run.split)
     return settings

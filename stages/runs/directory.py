@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gaupipe.settings import Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import changed, dump, flatten, load, parse, with_overrides
 from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
@@ -109,8 +109,8 @@ class RunDirectory:
         name.
         """
         if name is None:
-            of_phase_b = self.phase_a.exists() or self.students()
-            return bool(of_phase_b) or not self.students(distilled=False)
+            has_phase_b = self.phase_a.exists() or bool(self.students())
+            return has_phase_b or not self.students(distilled=False)
         check_name(name)
         return self.student(name).exists() or not self.student(name, distilled=False).exists()
 
@@ -123,14 +123,14 @@ class RunDirectory:
             )
         if not self.config.read_bytes().strip():  # not a run with all defaults
             raise UserError(f"{self.config} is empty: restore it from a copy, or start another run")
-        return config.load(self.config)
+        return load(self.config)
 
     def differences(self, name: str, distilled: bool = True) -> dict[str, object]:
         """{"a.b": value} of the settings in which a student differs from the run."""
         student = self.student_settings(name, distilled)
-        values = config.flatten(student)
-        changed = config.changed(self.settings(), student, Scope.ANYTIME)
-        return {key: values[key] for key in changed if key in values}
+        values = flatten(student)
+        names = changed(self.settings(), student, Scope.ANYTIME)
+        return {name: values[name] for name in names if name in values}
 
     def with_overrides(
         self, name: str, distilled: bool, overrides: Sequence[str]
@@ -139,9 +139,9 @@ class RunDirectory:
         student begins with those of the run. Raises UserError for a setting in which students of
         one teacher cannot differ."""
         before, folder = self.student_settings(name, distilled), self.student(name, distilled)
-        tree = config.with_overrides(before.model_dump(mode="json"), overrides)
-        settings = config.parse(tree, "--set")
-        for key in config.changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
+        tree = with_overrides(before.model_dump(mode="json"), overrides)
+        settings = parse(tree, "--set")
+        for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
             raise UserError(
                 f"--set {key}: belongs to the run, not to one student: start another run "
                 f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
@@ -160,7 +160,7 @@ class RunDirectory:
         recorded = self.student(name, distilled) / "config.yaml"
         if not recorded.is_file():
             return self.settings()
-        settings = config.load(recorded)
+        settings = load(recorded)
         if settings.data.root is None or os.path.exists(settings.data.root):
             return settings
         return settings.with_section("data", root=self.settings().data.root)
@@ -172,8 +172,8 @@ class RunDirectory:
             # each command names its student, and each export its store
             settings = settings.with_section("model", attention=old.model.attention)
             settings = settings.model_copy(update={"export": old.export})
-            for key in config.changed(old, settings, Scope.ANYTIME):
-                before, now = config.flatten(old).get(key), config.flatten(settings).get(key)
+            for key in changed(old, settings, Scope.ANYTIME):
+                before, now = flatten(old).get(key), flatten(settings).get(key)
                 raise UserError(
                     f"{self.path} holds a run with other settings ({key} is {before}, "
                     f"asked {now}); choose another --run-dir or remove it"
@@ -216,7 +216,7 @@ class RunDirectory:
         self.follow(settings)
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
-            write_whole(self.config, config.dump(settings))
+            write_whole(self.config, dump(settings))
         if weights is not None and not self.weights_sha256.is_file():
             write_whole(self.weights_sha256, weights + "\n")
         data.write_split(self.split)
@@ -245,7 +245,7 @@ class RunDirectory:
             return
         before, root = self.settings(), settings.data.root
         if before.data.root and root != before.data.root and not os.path.exists(before.data.root):
-            write_whole(self.config, config.dump(before.with_section("data", root=root)))
+            write_whole(self.config, dump(before.with_section("data", root=root)))
 
     def load_data(self, settings: Settings, test: bool = False) -> ImageData:
         """The data set of the run's settings, or of one of its students'. Raises UserError for
@@ -259,7 +259,7 @@ class RunDirectory:
 
     def settled(self, settings: Settings) -> Settings:
         """The :func:`settled` settings of this run, with its number of buckets."""
-        return settled(settings, config.load(self.config) if self.config.is_file() else None)
+        return settled(settings, load(self.config) if self.config.is_file() else None)
 
     def with_baseline(self, settings: Settings, name: str) -> Settings:
         """The settings with the epochs of the baseline of this name. Where they leave these open,
@@ -269,7 +269,7 @@ class RunDirectory:
             return settings
         begun = self.student(name, distilled=False) / "config.yaml"
         if begun.is_file():
-            epochs = config.load(begun).baseline.epochs
+            epochs = load(begun).baseline.epochs
         else:
             epochs = settings.baseline_epochs if self.phase_a.exists() else None
         return settings.with_section("baseline", epochs=epochs)
