@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
+from processes import FORKS
 
 import store
-from processes import FORKS
 from stages import export
 from store.files import Files
 from test_export import SHARD_MB, contents, trained  # noqa: F401  (a fixture)

@@ -3,6 +3,7 @@ batches. Phase B adds a teacher's maps to the same loop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,13 @@ class Training:
     def ending(self, state: TrainingState[VisionTransformer], folder: Path) -> str:
         """A line about a training that has ended: why early, and which epoch is kept where."""
         assert state.best
-        train, best, last = self.train, state.best["epoch"], len(state.metrics)
+        train = self.train
+        best = state.best["epoch"]
+        last = len(state.metrics)
         accuracy = state.metrics[best - 1]["val_acc"]
-        early = f"; patience={train.patience} ended it" if last < self.epochs else ""
+        early = ""
+        if last < self.epochs:
+            early = f"; patience={train.patience} ended it"
         line = f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; {folder / 'student'} is"
         if best == last:
             return f"{line} of this epoch"
@@ -142,7 +147,8 @@ class Training:
 
     def is_over(self, state: TrainingState[VisionTransformer], metrics: EpochMetrics) -> bool:
         """True if the training ends early after an epoch with these ``metrics``."""
-        patience, since_best = self.train.patience, state.keep_best(metrics)
+        patience = self.train.patience
+        since_best = state.keep_best(metrics)  # also without patience: the best may be kept
         return patience is not None and since_best >= patience
 
 
@@ -170,8 +176,11 @@ class LabelLosses(nn.Module):
 
     def __init__(self, job: Training) -> None:
         super().__init__()
-        self.student, self.label_smoothing = job.student, job.train.label_smoothing
-        self.forward_student = torch.compile(job.student) if job.settings.compile else job.student
+        self.student = job.student
+        self.label_smoothing = job.train.label_smoothing
+        self.forward_student: Callable[..., Tensor] = job.student
+        if job.settings.compile:
+            self.forward_student = torch.compile(job.student)
 
     def forward(self, batch: Batch, gamma: float = 0.0) -> StepLosses:
         """Losses of a batch without a teacher; ``gamma`` is for those of phase B."""
@@ -236,9 +245,14 @@ def training_state(job: Training) -> TrainingState[VisionTransformer]:
     """The optimizer of a ViT and its schedule, freshly started."""
     steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
     optimizer, schedule = build_optimizer(job.student, job.train.optim, job.epochs, steps)
-    precision, identity = job.settings.precision, job.identity()
-    optim = job.train.optim
-    return TrainingState(job.student, optimizer, schedule, optim, precision, identity=identity)
+    return TrainingState(
+        job.student,
+        optimizer,
+        schedule,
+        job.train.optim,
+        job.settings.precision,
+        identity=job.identity(),
+    )
 
 
 def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:

@@ -39,4 +39,4 @@ def score_model(model: nn.Module, batches: Batches) -> Score:
     """:func:`score` of a model in eval mode over a split."""
     model.eval()
     with torch.inference_mode():
-        return score((model(batch.images), batch.labels) for batch in batches.of_rank())
+        return score((model(batch.images), batch.labels) for batch in batches.rank_batches())

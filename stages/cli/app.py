@@ -58,7 +58,7 @@ def root(
     elif context.invoked_subcommand is None:
         context.get_help()
     elif distributed.world_size() > 1 and context.invoked_subcommand not in IN_A_WORLD:
-        raise distributed.ErrorOnAllRanks(
+        raise UserError(
             f"{context.invoked_subcommand} is a job for one process: start it without "
             f"torchrun, which is for {', '.join(IN_A_WORLD)}"
         )

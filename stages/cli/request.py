@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def find_run(run_dir: Path | None) -> Path:
     if run_dir is None:
         from stages.runs.directory import last_used
 
-        run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
+        run_dir = last_used().path
         say(f"{run_dir} (the run used last; --run-dir names another)")
     check_paths(run_dir=run_dir)
     return run_dir
@@ -124,7 +123,7 @@ def read_settings(
         config = "digits" if config is None else config
         named = [] if student is None else [f"model.attention={student}"]
         given = [*(overrides or []), *named]
-        settings = distributed.main_first(lambda: load(config, given))
+        settings = load(config, given)
         if teacher is not None:
             settings = for_teacher(config, given, settings)
         return settings, run_dir or Path("runs") / Path(config).stem
@@ -139,8 +138,9 @@ def read_settings(
 
     name = os.path.basename(os.path.abspath(data)).removesuffix(".tar")
     folder = run_dir or Path("runs") / (name or "images")
-    choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)
-    settings, lines = distributed.broadcast(distributed.on_main(choose))
+    settings, lines = distributed.from_main(
+        lambda: settings_for(data, overrides or [], folder, student, plain=plain)
+    )
     if distributed.is_main():
         print("\n".join(lines), file=sys.stderr)
     return settings, folder
@@ -155,8 +155,7 @@ def for_teacher(config: str, given: list[str], settings: Any) -> Any:
     with begins(f"looks at {settings.phase_a.teacher}"):
         from stages.runs.trained_teacher import with_trained_teacher
 
-    choose = partial(with_trained_teacher, config, given, settings)
-    settings, lines = distributed.broadcast(distributed.on_main(choose))
+    settings, lines = distributed.from_main(lambda: with_trained_teacher(config, given, settings))
     if distributed.is_main():
         print("\n".join(f"  {line}" for line in lines), file=sys.stderr)
     return settings
