@@ -14,6 +14,7 @@ import torch
 import typer
 
 import gaupipe  # noqa: F401  (before the command line, which would leave torch for later)
+from object_server import CREDENTIALS, serving_s3
 from pictures import write_idx
 from runs import run_main
 
@@ -124,3 +125,19 @@ def browser():
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Address of an S3 server with a bucket ``maps``."""
+    with serving_s3(tmp_path_factory.mktemp("s3")) as address:
+        yield address
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    """The URL of the bucket, with the server's credentials in the environment."""
+    given = {**CREDENTIALS, "AWS_ENDPOINT_URL": server, "AWS_REGION": "us-east-1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    return "s3://maps"

@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from gaupipe.data.augment import Augment
+from gaupipe.data.folder import FolderFacts
 from gaupipe.settings.augment import AugmentSettings
 
 
@@ -25,6 +26,12 @@ def photos(folder, classes=("cat", "dog"), count=12, size=(10, 8), mode="RGB"):
             pixels = draw.integers(256, size=(*size[::-1], 3), dtype=np.uint8)
             Image.fromarray(pixels).convert(mode).save(folder / name / f"{number}.png")
     return folder
+
+
+def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> FolderFacts:
+    """What a folder is like, by numbers alone."""
+    counts = {name: images // len(classes) for name in classes}
+    return FolderFacts(counts, *size, **more)
 
 
 class NumberedMaps:

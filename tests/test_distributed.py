@@ -142,7 +142,7 @@ def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(tmp_path, train
     from stages.runs import directory as run_directory
 
     run_dir = tmp_path / "run"
-    shutil.copycontents(trained, run_dir)
+    shutil.copytree(trained, run_dir)
     before = contents(run_dir / "phase_a" / "checkpoint")
     assert {f"rows.0003.{bucket:04d}.pt" for bucket in range(4)} < before.keys()
     for name in ("rows.0002.0001.pt", "rows.0004.0000.pt"):

@@ -15,6 +15,7 @@ import torch
 
 import store
 from damage import contents, flip, times
+from exports import SHARD_MB, exported, train
 from gaupipe.distillation.export import lost
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import chosen
@@ -24,28 +25,11 @@ from stages import export, phase_a
 from stages.runs.directory import RunDirectory
 from stores import write_pending
 
-SETTINGS = [
-    "data.train_images=200",
-    "data.batch_size=2",
-    "phase_a.max_epochs=1",
-    "phase_a.mode=stochastic",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
-SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
-
-
-def train(folder: Path, *settings: str) -> Path:
-    phase_a.run(config.load("digits_expected", [*SETTINGS, *settings]), folder)
-    return folder
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run directory whose phase A has finished, and its complete store."""
-    folder = train(tmp_path_factory.mktemp("export") / "run")
-    export.run(folder, shard_mb=SHARD_MB)
-    return folder
+    return exported(tmp_path_factory.mktemp("export") / "run")
 
 
 @pytest.fixture

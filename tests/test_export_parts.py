@@ -9,17 +9,23 @@ import sys
 import time
 
 import pytest
-from processes import FORKS
 
 import store
+from damage import contents
+from exports import SHARD_MB, exported
+from killing import FORKS
 from stages import export
 from store.files import Files
-from test_export import SHARD_MB, contents, trained  # noqa: F401  (a fixture)
-from test_object_storage import s3, server  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run directory whose phase A has finished, and its complete store."""
+    return exported(tmp_path_factory.mktemp("export") / "run")
 
 
 @pytest.fixture
-def run(trained, tmp_path):  # noqa: F811
+def run(trained, tmp_path):
     """A run whose phase A has finished, without a store."""
     without_store = shutil.ignore_patterns("maps.zarr")
     return shutil.copytree(trained, tmp_path / "run", ignore=without_store)
@@ -35,7 +41,7 @@ def write_part(run, number, parts, **options):
     export.run(run, shard_mb=SHARD_MB, part=(number, parts), **options)
 
 
-def test_parts_in_any_order_give_the_bytes_of_one_process(trained, run, capfd):  # noqa: F811
+def test_parts_in_any_order_give_the_bytes_of_one_process(trained, run, capfd):
     whole = files(trained / "maps.zarr")
     for number in (3, 1, 3):  # a part once more does nothing
         write_part(run, number, 4)
@@ -50,7 +56,7 @@ def test_parts_in_any_order_give_the_bytes_of_one_process(trained, run, capfd): 
     assert files(run / "maps.zarr") == whole
 
 
-def test_a_part_without_shards_and_parts_at_once(trained, run):  # noqa: F811
+def test_a_part_without_shards_and_parts_at_once(trained, run):
     """25 parts of 19 shards, all at once; the export without a part completes what is left."""
     parts = [FORKS.Process(target=write_part, args=(run, number, 25)) for number in (1, 2, 20, 25)]
     for process in parts:
@@ -63,7 +69,7 @@ def test_a_part_without_shards_and_parts_at_once(trained, run):  # noqa: F811
     assert files(run / "maps.zarr") == files(trained / "maps.zarr")
 
 
-def test_the_export_without_a_part_verifies_what_others_wrote(trained, run, monkeypatch):  # noqa: F811
+def test_the_export_without_a_part_verifies_what_others_wrote(trained, run, monkeypatch):
     """All shards are there, and one is not what was written: it is written again."""
     url = run / "maps.zarr"
     monkeypatch.setattr(export, "finish", lambda *_: 1)  # as of parts that are killed before it
@@ -81,7 +87,7 @@ def test_the_export_without_a_part_verifies_what_others_wrote(trained, run, monk
     assert files(url) == files(trained / "maps.zarr")
 
 
-def test_entries_of_a_shard_that_is_written_once_more_go(trained, run):  # noqa: F811
+def test_entries_of_a_shard_that_is_written_once_more_go(trained, run):
     """By a process that began before others completed the store."""
     export.run(run, shard_mb=SHARD_MB)
     url = run / "maps.zarr"
@@ -126,7 +132,7 @@ def test_an_export_keeps_out_parts_and_parts_keep_out_it(run):
             export.run(run, shard_mb=SHARD_MB)
 
 
-def test_parts_on_object_storage(trained, run, s3, tmp_path):  # noqa: F811
+def test_parts_on_object_storage(trained, run, s3, tmp_path):
     url = f"{s3}/parts.zarr"
     Files(url).create("zarr.json", b"first")
     Files(url).create("zarr.json", b"second")
@@ -141,7 +147,7 @@ def test_parts_on_object_storage(trained, run, s3, tmp_path):  # noqa: F811
 
 
 @pytest.mark.long
-def test_parts_that_are_killed_lose_nothing(trained, run):  # noqa: F811
+def test_parts_that_are_killed_lose_nothing(trained, run):
     call = [sys.executable, "-m", "gaupipe", "export-maps", "--run-dir", str(run)]
     draw = random.Random()
     for kill in range(12):

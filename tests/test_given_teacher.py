@@ -10,12 +10,12 @@ from arguments import sets
 from gaupipe.models import save_student
 from gaupipe.settings import load as config
 from gaupipe.teachers.vit import parts_of_teachers
+from pictures import facts, photos
 from stages.run import speed_of
 from stages.runs.choices import choose
 from stages.runs.directory import RunDirectory
 from stages.runs.trained_teacher import choose_start, look_at
-from test_own_images import facts, photos
-from test_vit_teacher import small
+from vits import small
 
 DEIT_S = "deit_small_patch16_224.fb_in1k"
 TINY = sets("train.epochs=2", "threads=1", "export.views=2")

@@ -245,7 +245,7 @@ import os, signal, sys, threading, time; sys.path[:0] = {path!r}
 from pathlib import Path
 import numpy as np, torch
 from torch.utils.data import _utils
-from gaupipe.data.loader import Loader, Request
+from gaupipe.data.loader import BatchRequest, Loader
 
 class Deaf:
     def __getitems__(self, positions):
@@ -263,7 +263,7 @@ def fail_once_it_reads():
 
 if __name__ == "__main__":
     _utils.MP_STATUS_CHECK_INTERVAL = 0.1  # torch waits so long, twice, for a reader to end
-    batches = Loader(Deaf(), torch.device("cpu"), 1)([Request(np.arange(2), np.arange(2))])
+    batches = Loader(Deaf(), torch.device("cpu"), 1)([BatchRequest(np.arange(2), np.arange(2))])
     signal.signal(signal.SIGALRM, fails)
     threading.Thread(target=fail_once_it_reads, daemon=True).start()
     next(batches)

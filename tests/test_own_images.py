@@ -9,13 +9,12 @@ import pytest
 from PIL import Image
 
 from arguments import sets
-from gaupipe.data.folder import FolderFacts
 from gaupipe.data.sources import facts_of
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from pictures import photos
+from pictures import facts, photos
 from runs import metrics
 from stages.runs.choices import Choices, choose
 from stages.runs.chosen_settings import settings_for
@@ -23,11 +22,6 @@ from stages.runs.directory import RunDirectory
 
 PLACE = {"name": "folder", "root": "photos"}
 TINY = ("model.args.embed_dim=16", "model.args.depth=1", "train.epochs=2", "threads=1")
-
-
-def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> FolderFacts:
-    counts = {name: images // len(classes) for name in classes}
-    return FolderFacts(counts, *size, **more)
 
 
 def chosen(given=(), gpu=False, **of_folder) -> Choices:

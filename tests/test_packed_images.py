@@ -13,7 +13,7 @@ from arguments import sets
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
-from test_own_images import photos
+from pictures import photos
 
 datasets = pytest.importorskip("datasets")
 

@@ -18,7 +18,7 @@ from gaupipe.training.student import build_student
 from gaupipe.training.update import Update
 from stages import phase_b
 from stages.compare.rows import Row, default_rows, resolve, sweep_rows
-from stages.compare.run import check
+from stages.compare.run import checked
 from stages.compare.trainings import digest
 from stages.plan import random_data
 
@@ -129,4 +129,4 @@ def test_every_shipped_sweep_can_be_run_and_is_as_many_runs_as_cells(sweep):
     runs = {digest(settings, row.plain) for row, settings in rows}
     assert rows[0][0].name == "plain ViT" and (len(runs) == len(rows) or sweep not in PLAIN)
     for row, settings in rows:
-        check(row, settings, data)
+        checked(row, settings, data)

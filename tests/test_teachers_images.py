@@ -23,11 +23,11 @@ from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.teachers.vit import VitTeacher
+from pictures import photos
 from stages import export
 from stages.run import run as run_all
 from stages.verify import against_teacher
-from test_own_images import photos
-from test_vit_teacher import small
+from vits import small
 
 CPU = torch.device("cpu")
 SMALL, LARGE = 16, 56

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 import store
-from arguments import sets, unpacked
+from arguments import sets
 from gaupipe.system.errors import UserError
 from stages.view import page
 from stages.view.gallery import stored_gallery
 from stages.view.serve import bound, open_viewer
 from stores import make_arrays, make_schema, write_store
-from viewing import serving
+from viewing import get, serving, unpacked
 
 ROOT = Path(__file__).parents[1]
 MANY = "9" * 5000
@@ -34,14 +34,6 @@ TINY = [
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
     "threads=1",
 ]
-
-
-def get(url: str, **headers: str) -> tuple[int, bytes, dict]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
-            return answer.status, answer.read(), dict(answer.headers)
-    except urllib.error.HTTPError as error:
-        return error.code, error.read(), dict(error.headers)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 import gaupipe
-from arguments import unpacked
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.distillation.files import open_model
 from gaupipe.models import save_student
@@ -23,12 +22,10 @@ from gaupipe.vit.saving import class_names
 from stages.look import picture
 from stages.look.measures import numbers, with_mean_and_rollout
 from stages.view.serve import model_viewer, open_viewer
-from test_capture import randomised
-from test_view import get, serving
-from test_view_browser import CHROMIUM, Page, browser  # noqa: F401  (a fixture)
+from viewing import Page, get, serving, unpacked
+from vits import randomised
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 
 
 def ramps(width: int, height: int) -> Image.Image:
@@ -215,8 +212,7 @@ def test_a_picture_has_the_map_over_the_part_that_the_model_sees():
     assert tuple(pane[121, 180]) == picture.MARK  # the upper edge of patch 2
 
 
-@needs_chromium
-def test_the_page_paints_with_the_same_colours(viewer, browser):  # noqa: F811
+def test_the_page_paints_with_the_same_colours(viewer, browser):
     with serving(viewer) as address:
         page = Page(browser, address)
         page.open("image=1&head=0&query=5")
@@ -234,8 +230,7 @@ def test_the_page_paints_with_the_same_colours(viewer, browser):  # noqa: F811
         page.page.close()
 
 
-@needs_chromium
-def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, browser, tmp_path):  # noqa: F811
+def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, browser, tmp_path):
     ramps(120, 70).save(tmp_path / "other.png")
     with serving(viewer) as address:
         page = Page(browser, address)
@@ -264,8 +259,7 @@ def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, br
         page.page.close()
 
 
-@needs_chromium
-def test_a_notebook_shows_the_page(browser, folder, tmp_path):  # noqa: F811
+def test_a_notebook_shows_the_page(browser, folder, tmp_path):
     model = randomised(timm.create_model("vit_tiny_patch16_224", **SIZES)).train()
     images = [folder / "photos" / "wide.png", ramps(80, 50), np.asarray(ramps(40, 40))]
     shown = gaupipe.show(model, images, height=700)

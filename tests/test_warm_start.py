@@ -12,7 +12,7 @@ from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.vit.slicing import in_components, spread_of_stream
 from stages import run
-from test_vit_teacher import small
+from vits import small
 
 CLASS = dict(class_token=True, global_pool="token")
 REGISTERS = dict(class_token=True, reg_tokens=2, no_embed_class=True)

@@ -5,6 +5,8 @@ import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,15 @@ def serving(viewer, port=0):
     finally:
         server.should_exit = True
         thread.join()
+
+
+def get(url: str, **headers: str) -> tuple[int, bytes, dict]:
+    """The status, content and headers of an answer."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return answer.status, answer.read(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), dict(error.headers)
 
 
 class Page:
