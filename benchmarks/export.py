@@ -28,7 +28,7 @@ from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.models import save_student
 from gaupipe.settings import load as config
 from stages import export
-from stages.phase_a import trained_vit as trained_teacher
+from stages.phase_a import trained_vit
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             shard_bytes=int(arguments.shard_mb * 1e6),
         )
         started, cpu_started = time.perf_counter(), time.process_time()
-        export.write(job, writer)
+        export.write(job, writer, export.Place(writer.url))
         speed = len(job.data.train) / (time.perf_counter() - started)
         if repeat:
             of_cpu.append(forward_cpu / (time.process_time() - cpu_started))
@@ -78,7 +78,8 @@ def fresh_teacher(settings: config.Settings, folder: Path) -> TeacherJob:
     """A teacher that has learned nothing, in eval mode."""
     data = load_data(settings.data)
     if settings.phase_a.teacher == "vit":
-        training = trained_teacher.training(settings, data)
+        training = trained_vit.check(settings, data)
+        assert isinstance(training, vit_teacher.TeacherTraining)  # it is the teacher vit
         save_student(training.student, folder / "teacher", **data.data_config)
         return vit_teacher.build(settings, data, folder / "teacher")
     job = gaussian_teacher.build(settings, folder, data)

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 from gaupipe.distillation.local import LocalMaps
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps
-from gaupipe.distillation.student import MapShape
+from gaupipe.distillation.store_choice import MapShape
 from gaupipe.training.job import hard_loss
 
 GROUPS = {

@@ -44,7 +44,7 @@ import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
 from gaupipe import capture
 from gaupipe.attention import STUDENTS
-from gaupipe.distillation.kinds import KINDS, StoredAttention, StoredRows
+from gaupipe.distillation.kinds import MAP_KINDS, StoredAttention, StoredRows
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, soft_loss
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.maps.views import top_k
@@ -116,7 +116,7 @@ def measure(
     forward, with_loss = model, FeatureLoss(model, compiled=arguments.compile)
     if arguments.compile:
         forward, with_loss = torch.compile(model), torch.compile(with_loss)
-    read = KINDS[maps.schema.kind].reader(maps, device)
+    read = MAP_KINDS[maps.schema.kind].reader(maps, device)
     waited = 0.0
 
     def plain() -> None:

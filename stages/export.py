@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,14 @@ from gaupipe.distillation.export import (
     stored_export,
 )
 from gaupipe.distillation.files import FilesJob, open_model
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.local import described
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import other_teacher
 from gaupipe.settings import ExportSettings, Settings
-from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import with_overrides
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
@@ -134,7 +133,7 @@ class ExportRequest:
         if self.teacher is None:
             job = phase_a.load(self.run, data, download=self.download)
         else:
-            tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
+            tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
             settings = settings.model_copy(update={"download": self.download})
             images = data or self.run.load_data(settings)
             args = tree["phase_a"]["teacher_args"]
@@ -154,9 +153,9 @@ def run(
     An unfinished store of the same teacher is continued: its finished shards stay.
     """
     request = ExportRequest(RunDirectory(run_dir), kind, **options)
-    settings = distributed.main_first(request.check)
+    settings = request.check()
     if settings.phase_a.is_local and request.teacher is None:
-        distributed.on_main(lambda: say_nothing_to_export(settings, request.out))
+        say_nothing_to_export(settings, request.out)
         return None
     with request.run.locked(shared=request.part is not None):
         job = distributed.main_first(lambda: request.load(settings, data))
@@ -172,11 +171,13 @@ def say_nothing_to_export(settings: Settings, out: str | None) -> None:
             f"--out {out}: the maps of the teacher local are stored nowhere, phase B makes them: "
             "leave it out"
         )
-    maps = described(settings.phase_a)
-    print(
-        f"gaupipe: export: nothing to store: the teacher local has {maps}; phase B makes its maps",
-        file=sys.stderr,
-    )
+    if distributed.is_main():
+        maps = described(settings.phase_a)
+        print(
+            f"gaupipe: export: nothing to store: the teacher local has {maps}; "
+            "phase B makes its maps",
+            file=sys.stderr,
+        )
 
 
 def run_model(
@@ -199,7 +200,7 @@ def run_model(
 
     def load() -> TeacherJob[Any]:
         place.check()
-        if kind is not None and kind in KINDS and not store.KINDS[kind].has_prefix:
+        if kind is not None and kind in MAP_KINDS and not store.KINDS[kind].has_prefix:
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
         return open_model(model, files, download, image_size)[0]
 
@@ -251,13 +252,13 @@ class Place:
         folder = store.local_folder(self.url)
         if self.force or folder is None:
             return
-        of_model = isinstance(job, FilesJob)
-        images = "--images" if of_model else "data.train_images"
+        has_files = isinstance(job, FilesJob)
+        images = "--images" if has_files else "data.train_images"
         shared = sum(array.nbytes for array in (decoder(job, schema.kind) or {}).values())
         place = f"choose another --out or --kind, or fewer {images}"
         parts = 1 if self.part is None else self.part[1]  # each writes its share
         check_disk("export", schema.total_bytes // parts + shared, folder, place)
-        if of_model:
+        if has_files:
             maps = schema.layers * schema.heads * schema.tokens**2
             batch = min(job.settings.data.eval_batch_size, schema.num_images) * maps * MAP_BYTES
             shard = max(int(self.shard_mb * 1e6), schema.bytes_per_image)
@@ -315,12 +316,12 @@ class Place:
 
 def export(job: TeacherJob[Any], place: Place, options: dict[str, Any]) -> str:
     """Writes the store of a teacher and returns its URL."""
-    ranks.check_same(job.settings, job.data)
-    sha256 = job.common_sha256()
-    asked = distributed.main_first(lambda: place.choose(job, options))
-    schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
+    asked = place.choose(job, options)  # before any rank has begun a store there
+    ranks.check_same(job.settings, job.data, job.named_sha256())
+    schema = make_schema(job, asked, job.sha256)
     with contextlib.ExitStack() as held:
-        distributed.on_main(lambda: held.enter_context(place.held(job, schema)))
+        if distributed.is_main():
+            held.enter_context(place.held(job, schema))
         write(job, distributed.main_first(lambda: place.open(job, schema)), place)
     return place.url
 
@@ -353,7 +354,7 @@ def ensure(
                 )
         return True
 
-    if not distributed.broadcast(distributed.on_main(is_there)):
+    if not distributed.from_main(is_there):
         run(run_dir, out=out, data=data, augment=augment, **options)
     return url
 
@@ -362,10 +363,10 @@ def write(job: TeacherJob[Any], writer: store.Writer, place: Place) -> None:
     """Runs the teacher over the images of every pending shard, or of those of a part; shards
     are encoded and stored while the next are made. Part i of n has the shards i - 1, i - 1 + n, and
     so on, and of W ranks rank r writes every W-th of the pending ones."""
-    number, count = place.part or (1, 1)
-    everything = distributed.broadcast(writer.pending())
-    pending = [shard for shard in everything if shard.index % count == number - 1]
     schema = writer.schema
+    number, count = place.part or (1, 1)
+    everything = distributed.from_main(writer.pending)  # other parts may be written meanwhile
+    pending = [shard for shard in everything if shard.index % count == number - 1]
     images = sum(shard.stop - shard.start for shard in pending)
     mine = pending[distributed.rank() :: distributed.world_size()]
     losses: list[Tensor] = []
@@ -391,14 +392,12 @@ def write(job: TeacherJob[Any], writer: store.Writer, place: Place) -> None:
             writes.append(pool.submit(writer.write, shard, whole))
         for write in writes:
             write.result()
-        of_ranks = distributed.all_gather_object(losses)  # once all ranks' shards are stored
-        missing = distributed.broadcast(
-            distributed.on_main(partial(finish, writer, everything, place))
-        )
+        all_losses = distributed.all_gather_object(losses)  # once all ranks' shards are stored
+        missing = distributed.from_main(lambda: finish(writer, everything, place))
         seconds, entry = time.monotonic() - started, entry_of(schema)
         speed = images / max(seconds, 1e-9)
         progress.line(f"export: {images:,} {entry}s in {seconds:.1f} s, {speed:,.0f} {entry}s/s")
-        gathered = [loss for of_rank in of_ranks for loss in of_rank]
+        gathered = [loss for rank_losses in all_losses for loss in rank_losses]
         if line := loss_line(schema, gathered, images):
             progress.line(f"export: {line}")
         if missing:

@@ -14,7 +14,7 @@ from torch import Tensor
 import store
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.local import local_maps
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics, read_metrics
@@ -61,9 +61,9 @@ class Run:
         """Images [B, channels, height, width] float32, normalised as a model gets them, by their
         ids in a split; with ``view`` in that view, counted from 0, of a store of views. Raises
         UserError for ids and views that there are not."""
-        of_split = self.data.split(split)
-        image_ids = checked(ids, len(of_split), f"{split} images in {self.directory.path}")
-        images = Batches(of_split, self.data, torch.device("cpu"), len(image_ids))
+        images_of_split = self.data.split(split)
+        image_ids = checked(ids, len(images_of_split), f"{split} images in {self.directory.path}")
+        images = Batches(images_of_split, self.data, torch.device("cpu"), len(image_ids))
         if view is None:
             return next(images.in_order(image_ids)).images
         self._check_view(view)
@@ -97,7 +97,7 @@ class Run:
         images = schema.num_images // schema.views
         image_ids = checked(ids, images, f"images in {self.store.url}")
         stored = self.store.gather(image_ids * schema.views + (view or 0))
-        attention = KINDS[schema.kind].reader(self.store, torch.device("cpu"))(stored)
+        attention = MAP_KINDS[schema.kind].reader(self.store, torch.device("cpu"))(stored)
         return [attention.map(layer) for layer in range(schema.layers)]
 
     def _check_view(self, view: int) -> None:

@@ -41,7 +41,8 @@ def run_request(request: StudentRequest, data: ImageData | None = None) -> list[
     """As :func:`run`, of a student whose settings are written."""
     with opened(request, partial(start, request), data) as (job, state):
         train(job, state, request.folder)
-        distributed.on_main(lambda: kept_epochs.save(job, state, request.folder))
+        if distributed.is_main():
+            kept_epochs.save(job, state, request.folder)
     return state.metrics
 
 

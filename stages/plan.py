@@ -108,7 +108,7 @@ def run(
         if not plain:
             train = train.model_copy(update={"epochs": settings.baseline_epochs})
         built = build_student(settings, data, train, "meta")
-        stages["plain"] = of_student(settings, built, data, "plain", train, world_size)
+        stages["plain"] = plan_student(settings, built, data, "plain", train, world_size)
     for stage in stages.values():
         if "epochs" in stage:
             stage["steps"] = stage["epochs"] * -(-images // settings.data.batch_size)
@@ -139,7 +139,7 @@ def plan_phases(
     check_buckets(images, buckets, settings.data.batch_size, world_size)
     train = settings.student_training
     built = build_student(settings, data, train, "meta")
-    student = of_student(settings, built, data, "distilled", train, world_size)
+    student = plan_student(settings, built, data, "distilled", train, world_size)
     if settings.phase_a.is_local:
         local.check(settings, data)
         return {"phase_b": student}, 0
@@ -166,7 +166,7 @@ def plan_phases(
     return stages, needs.per_image_parameters
 
 
-def of_student(
+def plan_student(
     settings: Settings,
     student: VisionTransformer,
     data: ImageData,

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
 from gaupipe.training.student import check_baseline
 from stages import export, phase_a, phase_b
-from stages.runs import kept_epochs, ranks
+from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_student
 
@@ -60,7 +59,6 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         return data
 
     data = distributed.main_first(prepare)
-    ranks.check_same(settings, data)
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
     export.ensure(run_dir, export=settings.export, data=data)
@@ -80,8 +78,8 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
             both = f"both phases have {settings.baseline_epochs} epochs"
             print(f"gaupipe: {folder} is from before phase A: {both}", file=sys.stderr)
     if teacher[-1]["epoch"] == 0 and not settings.phase_a.is_local:
-        measure = partial(with_sizes, lines, run_dir, attention, data)
-        lines = distributed.broadcast(distributed.on_main(measure))
+        trained = lines
+        lines = distributed.from_main(lambda: with_sizes(trained, run_dir, attention, data))
     return lines
 
 

@@ -37,10 +37,11 @@ def run(
     Raises UserError before anything is written.
     """
     settings = settings.with_section("model", attention=attention or settings.model.attention)
-    request = distributed.main_first(lambda: resolve(settings, RunDirectory(run_dir), resume))
+    request = resolve(settings, RunDirectory(run_dir), resume)
     with opened(request, partial(build, request.settings), data) as (job, state):
         train(job, state, request.folder)
-        distributed.on_main(lambda: kept_epochs.save(job, state, request.folder))
+        if distributed.is_main():
+            kept_epochs.save(job, state, request.folder)
     return state.metrics
 
 

@@ -14,7 +14,7 @@ import store
 from gaupipe.data.batches import Batches
 from gaupipe.distillation.export import decoder, outputs
 from gaupipe.distillation.files import open_model
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.probe import fit_probe
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import other_teacher
@@ -108,7 +108,7 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
         settings = run.settings()
         data = run.load_data(settings)
         job = other_teacher(settings, data, teacher, schema.extra.get("teacher_args"))
-    if schema.extra.get("probe"):
+    if schema.extra.get("probe") and job.probe is None:
         job.probe = fit_probe(job)
     return job
 
@@ -139,7 +139,7 @@ def differing_images(
     if job.settings.phase_a.learns_gaussians:
         names = [name for name in stored if name != "logits"]
     else:  # whole maps, as the choice of keys may turn out otherwise on another machine
-        read = KINDS[schema.kind].reader(maps, torch.device("cpu"))
+        read = MAP_KINDS[schema.kind].reader(maps, torch.device("cpu"))
         stored_maps = read(stored)
         teacher_maps = read(teachers)
         distances = [  # total variation [B] of each block, mean over heads and queries

@@ -108,7 +108,7 @@ def write_entry(files: Files, index: int, written: Mapping[str, bytes]) -> None:
     files.write(f"{FINISHED}{index}", json.dumps(_to_json(entry)).encode())
 
 
-def _to_json(shard: dict[str, StoredFile]) -> dict[str, dict[str, Any]]:
+def _to_json(shard: dict[str, StoredFile]) -> dict[str, dict[str, object]]:
     return {name: file._asdict() for name, file in shard.items()}
 
 

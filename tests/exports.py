@@ -1,9 +1,9 @@
-"""A short phase A, and shards so small that its store has many of them."""
+"""Runs whose teacher is to be exported, and their stores of several shards."""
 
 from pathlib import Path
 
 from gaupipe.settings import load as config
-from stages import phase_a
+from stages import export, phase_a
 
 SETTINGS = [
     "data.train_images=200",
@@ -18,4 +18,10 @@ SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
 
 def train(folder: Path, *settings: str) -> Path:
     phase_a.run(config.load("digits_expected", [*SETTINGS, *settings]), folder)
+    return folder
+
+
+def exported(folder: Path) -> Path:
+    """A run directory whose phase A has finished, and its complete store."""
+    export.run(train(folder), shard_mb=SHARD_MB)
     return folder

@@ -29,7 +29,7 @@ def photos(folder, classes=("cat", "dog"), count=12, size=(10, 8), mode="RGB"):
 
 
 def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> FolderFacts:
-    """Facts about a folder that nobody has made."""
+    """What a folder is like, by numbers alone."""
     counts = {name: images // len(classes) for name in classes}
     return FolderFacts(counts, *size, **more)
 

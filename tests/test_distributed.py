@@ -212,6 +212,48 @@ def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path, trained, arguments
     assert not (tmp_path / "runs").exists()
 
 
+FAILURES = {
+    "full disk": (OSError(28, "No space left on device", "state.pt"), 2),
+    "bug": (KeyError("oops"), 1),
+}
+
+
+def command_that_fails(rank: int, what: str, *arguments: str) -> None:
+    """As :func:`command`; one rank fails in the middle of an epoch, where the others wait for
+    it."""
+    from gaupipe.training.update import Update
+
+    if distributed.launch().rank == rank:
+        update, calls = Update.__call__, itertools.count(1)
+
+        def fails(*arguments, **keywords):
+            if next(calls) == 4:
+                raise FAILURES[what][0]
+            return update(*arguments, **keywords)
+
+        Update.__call__ = fails
+    command(*arguments)
+
+
+@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_of_any_rank_ends_all_with_one_line(tmp_path, rank, what):
+    phase_a = ["phase-a", "digits", *sets(*TINY), "--run-dir", str(tmp_path / "run")]
+    codes = in_world(2, tmp_path / "words", command_that_fails, rank, what, *phase_a)
+    words = [(tmp_path / "words" / f"rank{rank}.txt").read_text() for rank in (0, 1)]
+    code = FAILURES[what][1]
+    assert codes == [code, code], words
+    said = "state.pt: No space left on device" if code == 2 else "KeyError: 'oops'"
+    line = f"gaupipe: rank {rank}: {said}" if rank else f"gaupipe: {said}"
+    assert words[0].splitlines()[-1] == line
+    assert [text.count("gaupipe: phase A: digits") for text in words] == [1, 0]
+    assert [text.count("Traceback") for text in words] == [
+        int(what == "bug" and rank == each) for each in (0, 1)
+    ]
+    if code == 2:
+        assert words[1] == ""
+
+
 def command_elsewhere(place: Path, *arguments: str) -> None:
     """As :func:`command`, with the rank's number for RANK. A rank is in a folder of its own, and
     finds another Fashion-MNIST."""
@@ -302,6 +344,35 @@ def test_torchrun_starts_the_ranks(tmp_path, program):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "runs/digits"
     assert done.stderr.count("phase A epoch 1/1") == 1
+
+
+FAILS = """
+import os, sys
+from stages import cli
+from gaupipe.training.update import Update
+
+def fails(*arguments):
+    raise OSError(28, "No space left on device", "state.pt")
+
+if os.environ["RANK"] == "1":
+    Update.__call__ = fails
+cli.main()
+"""
+
+
+@pytest.mark.long
+def test_torchrun_ends_when_one_rank_fails(tmp_path):
+    """torchrun kills the others as soon as one has ended."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "fails.py"]
+    command = [sys.executable, *torchrun, "phase-a", "digits", *sets(*TINY)]
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, env=environment)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("gaupipe: rank")]
+    assert done.returncode == 1  # torchrun's own
+    assert lines == ["gaupipe: rank 1: state.pt: No space left on device"], done.stderr
+    assert "exitcode  : 2" in done.stderr
 
 
 def test_ranks_that_are_gone_are_not_taken_for_the_living():

@@ -15,9 +15,9 @@ import torch
 
 import store
 from damage import contents, differing, flip, times
-from exports import SHARD_MB, train
+from exports import SHARD_MB, exported, train
 from gaupipe.distillation.export import lost
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings import load as config
 from killing import KILLED, InWrite, exit_code
@@ -29,9 +29,7 @@ from stores import write_pending
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run directory whose phase A has finished, and its complete store."""
-    folder = train(tmp_path_factory.mktemp("export") / "run")
-    export.run(folder, shard_mb=SHARD_MB)
-    return folder
+    return exported(tmp_path_factory.mktemp("export") / "run")
 
 
 @pytest.fixture
@@ -254,7 +252,7 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
     assert in_process("export-maps", "--run-dir", run)[0] == 0
     maps, job = store.open(run / "maps.zarr"), phase_a.load(RunDirectory(run))
     ids = torch.tensor([7, 0, 199])
-    read = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
+    read = MAP_KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
     torch.testing.assert_close(
         read.gaussians, job.teacher.gaussians(job.parameters(ids)).detach(), rtol=2e-3, atol=2e-3
     )
@@ -288,7 +286,7 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
     assert small.schema.kind == "prior" and list(small.schema.arrays()) == ["logits", "labels"]
     ids = np.array([7, 0, 199])
     read, rows = (
-        KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids))
+        MAP_KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids))
         for maps in (small, large)
     )
     torch.testing.assert_close(read.gaussians, rows.gaussians, rtol=2e-3, atol=2e-3)

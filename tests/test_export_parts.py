@@ -12,7 +12,7 @@ import pytest
 
 import store
 from damage import contents
-from exports import SHARD_MB, train
+from exports import SHARD_MB, exported
 from killing import FORKS
 from stages import export
 from store.files import Files
@@ -20,10 +20,8 @@ from store.files import Files
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run whose phase A has finished, and the store that one process exported."""
-    folder = train(tmp_path_factory.mktemp("parts") / "run")
-    export.run(folder, shard_mb=SHARD_MB)
-    return folder
+    """A run directory whose phase A has finished, and its complete store."""
+    return exported(tmp_path_factory.mktemp("export") / "run")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.distillation import gaussian_teacher
 from gaupipe.distillation.gaussian_teacher import TeacherLoss
 from gaupipe.distillation.job import PhaseB
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import load as config
 from gaupipe.teachers.image_state import ImageState
 from stages import phase_a, phase_b
@@ -114,6 +114,6 @@ def test_a_step_of_a_teacher_and_its_export(teacher_job, gpu):
     noise = job.teacher.noise(batch.images, None) if sampled else None
     logits, attention = job.forward_with_maps(batch, None)
     check_device(TeacherLoss(job)(batch, parameters, noise), logits)
-    for name, kind in KINDS.items():
+    for name, kind in MAP_KINDS.items():
         if kind.refusal(job.teacher, job.per_image is not None) is None:
             check_device(*kind.arrays(attention, 4 if name == "topk" else None).values())

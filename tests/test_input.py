@@ -224,7 +224,7 @@ def test_squares_are_decoded_once_and_crops_of_full_size_images_in_every_epoch(r
 def test_commands_that_train_nothing_keep_nothing_but_read_what_is_kept(root, decoded):
     data = load(root)
     batches = Batches(data.train, data, CPU, 5)
-    list(batches.in_order()), list(batches.of_rank())
+    list(batches.in_order()), list(batches.rank_batches())
     assert not cached(root) and len(decoded) == 24
     epoch_of(data)
     decoded.clear()
@@ -247,7 +247,7 @@ def test_validation_images_of_their_own_folder_are_kept_and_test_images_are_not(
         assert len(decoded) == count
     decoded.clear()
     for split, count in ((data.val, 0), (data.test, 16)):
-        list(Batches(split, data, CPU, 3).of_rank())
+        list(Batches(split, data, CPU, 3).rank_batches())
         assert len(decoded) == count
 
 

@@ -241,6 +241,49 @@ def test_sigterm_to_all_processes_leaves_the_readers_of_images_alive(tmp_path):
     assert "after batch 8 of 10" in process.stderr and "Traceback" not in process.stderr
 
 
+DEAF_READER = """
+import os, signal, sys, threading, time; sys.path[:0] = {path!r}
+from pathlib import Path
+import numpy as np, torch
+from torch.utils.data import _utils
+from gaupipe.data.loader import BatchRequest, Loader
+
+class Deaf:
+    def __getitems__(self, positions):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        Path("reads").touch()
+        time.sleep(600)
+
+def fails(*_):
+    raise RuntimeError("unexpected")
+
+def fail_once_it_reads():
+    while not Path("reads").exists():
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGALRM)
+
+if __name__ == "__main__":
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.1  # torch waits so long, twice, for a reader to end
+    batches = Loader(Deaf(), torch.device("cpu"), 1)([BatchRequest(np.arange(2), np.arange(2))])
+    signal.signal(signal.SIGALRM, fails)
+    threading.Thread(target=fail_once_it_reads, daemon=True).start()
+    next(batches)
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_fails_does_not_wait_for_a_reader_that_does_not_end(tmp_path):
+    """As one does not that SIGTERM reaches while it starts."""
+    script = tmp_path / "script.py"
+    root = str(Path(__file__).parent.parent)
+    script.write_text(DEAF_READER.format(path=[root]))
+    process = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, text=True, capture_output=True, timeout=300
+    )
+    assert process.returncode == 1
+    assert process.stderr.endswith("RuntimeError: unexpected\n")
+
+
 # ---- worlds --------------------------------------------------------------------------------------
 
 WORLD = [*TINY, "data.buckets=6", "data.batch_size=36", "baseline.epochs=0"]

@@ -60,8 +60,8 @@ class HeadMeanKind(kinds.MapKind):
 
 
 def test_both_packages_know_the_same_kinds():
-    assert list(store.KINDS) == sorted(kinds.KINDS, key=list(store.KINDS).index)
-    for registry in (store.KINDS, kinds.KINDS):
+    assert list(store.KINDS) == sorted(kinds.MAP_KINDS, key=list(store.KINDS).index)
+    for registry in (store.KINDS, kinds.MAP_KINDS):
         assert all(kind.name == name for name, kind in registry.items())
 
 
@@ -69,7 +69,7 @@ def test_a_kind_is_two_classes(tmp_path, monkeypatch, in_process):
     with pytest.raises(UserError, match="should be one of gaussian, .*, topk, got"):
         config.load("digits_expected", SETTINGS)
     monkeypatch.setitem(store.KINDS, "headmean", HeadMean())
-    monkeypatch.setitem(kinds.KINDS, "headmean", HeadMeanKind())
+    monkeypatch.setitem(kinds.MAP_KINDS, "headmean", HeadMeanKind())
     run = tmp_path / "run"
     phase_a.run(config.load("digits_expected", SETTINGS), run)
     assert in_process("export-maps", "--run-dir", run)[0] == 0

@@ -20,7 +20,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.gaussian_teacher import build_teacher
 from gaupipe.distillation.job import MapsOfEpoch
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import forward_with_maps
@@ -208,7 +208,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_ways_to_distil(tmp_path, way):
-    kind = way.split("-")[0] if way.split("-")[0] in KINDS else "gaussian"
+    kind = way.split("-")[0] if way.split("-")[0] in MAP_KINDS else "gaussian"
     changes = ["train.epochs=3", "phase_b.gamma=1", *WAYS[way]]
     rows = phase_b.run(make(tmp_path / "run", *changes, kind=kind), "standard")
     for name in ("train_loss", "loss_feat"):

@@ -20,7 +20,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import MapsOfEpoch
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.probe import fit_probe
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import layer_map
@@ -121,7 +121,7 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
 def test_maps_come_back_from_the_store(run, kind, encoding, k, most):
     export.run(run, kind, encoding=encoding, k=k)
     maps = store.open(run / "maps.zarr")
-    read = KINDS[kind].reader(maps, torch.device("cpu"))(maps.gather(np.arange(20)))
+    read = MAP_KINDS[kind].reader(maps, torch.device("cpu"))(maps.gather(np.arange(20)))
     oracle = teachers_maps(run, first_images(run, 20))
     assert oracle.std() > 0.01  # maps that differ from uniform ones
     if k == 3:
@@ -199,7 +199,7 @@ def test_views_are_stored_and_drawn_again(run, drawn):
         batch = next(batches.epoch(epoch, augment, stored, epoch % views))
         assert batch.geometry is None
         oracle = teachers_maps(run, batch.images)
-        read = KINDS["dense"].reader(maps, torch.device("cpu"))(batch.stored)
+        read = MAP_KINDS["dense"].reader(maps, torch.device("cpu"))(batch.stored)
         assert (read.map(0) - oracle[:, 0]).abs().max() < 1e-3
         assert np.array_equal(batch.stored["labels"], batch.labels.numpy())
     drawn.clear()
@@ -551,7 +551,10 @@ def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
         views = batches.views(np.arange(240), Augment(settings.augment, 0), 2)
         of_views = model(next(views).images).numpy()
     job = phase_a.load(RunDirectory(tmp_path / "next"), data)
-    probe = fit_probe(job)
+    probe = job.probe  # as phase A stored it
+    again = fit_probe(job)
+    for name, value in vars(again).items():
+        assert torch.equal(torch.as_tensor(getattr(probe, name)), torch.as_tensor(value)), name
     scaler, folds = StandardScaler().fit(features), probe.folds.numpy()
     for fold in range(5):
         inside = np.repeat(folds == fold, 2)
@@ -560,6 +563,32 @@ def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
         expected = model.predict_log_proba(scaler.transform(of_views)[inside])
         np.testing.assert_allclose(stored["logits"][inside], expected, atol=0.03, rtol=0.01)
     assert against_teacher(str(tmp_path / "next" / "maps.zarr")) == []
+
+
+def test_the_probe_of_phase_a_is_read_by_the_export(run, tmp_path, in_process, monkeypatch):
+    settings = settings_with(
+        f"phase_a.teacher=local-dir:{run / 'phase_a' / 'teacher'}",
+        "phase_a.teacher_args={num_classes: 0}",
+        "export.kind=dense",
+    )
+    phase_a.run(settings, tmp_path / "next")
+    stored = tmp_path / "next" / "phase_a" / "probe.pt"
+    with monkeypatch.context() as patch:
+        patch.setattr("stages.phase_a.trained_vit.fit_probe", None)  # not called
+        export.run(tmp_path / "next")
+    whole = stored.read_bytes()
+    saved = torch.load(stored, weights_only=True)
+    folds = whole.index(saved["probe"]["folds"].numpy().tobytes())
+    saved["source"]["seed"] = 1  # of another run
+    torch.save(saved, stored)
+    assert phase_a.load(RunDirectory(tmp_path / "next")).probe is None
+    stored.write_bytes(whole[:folds] + bytes([whole[folds] ^ 1]) + whole[folds + 1 :])
+    command = ["export-maps", "--run-dir", str(tmp_path / "next"), "--overwrite"]
+    code, _out, err = in_process(*command)
+    assert code == 2 and f"{stored} is damaged (" in err and "remove it" in err
+    stored.unlink()
+    code, _out, err = in_process(*command)
+    assert code == 0 and "a linear probe on its features predicts them" in err
 
 
 def test_classes_of_a_teacher_are_those_of_the_folders_by_name(tmp_path, in_process):

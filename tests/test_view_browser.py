@@ -17,7 +17,7 @@ from PIL import Image
 
 import store
 from arguments import tiny
-from gaupipe.distillation.kinds import KINDS as stored_kinds
+from gaupipe.distillation.kinds import MAP_KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import Decoder

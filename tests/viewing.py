@@ -31,6 +31,7 @@ def serving(viewer, port=0):
 
 
 def get(url: str, **headers: str) -> tuple[int, bytes, dict]:
+    """The status, content and headers of an answer."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
             return answer.status, answer.read(), dict(answer.headers)

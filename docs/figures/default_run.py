@@ -26,7 +26,7 @@ from matplotlib.patches import Ellipse, Rectangle
 
 from gaupipe import open_run
 from gaupipe.distillation import gaussian_teacher
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.models import forward_with_maps
 
 INK, RED, BLUE, GREY = "#222222", "#c0392b", "#2b6cb0", "#b5b5b5"
@@ -67,7 +67,7 @@ def read(folder: Path, image: int, block: int, head: int, query: int) -> Query:
     """Everything that the figure shows, from a finished run with embeddings."""
     run = open_run(folder)
     stored = run.store.gather(np.arange(run.store.schema.num_images))
-    decode = KINDS["embedding"].reader(run.store, torch.device("cpu"))
+    decode = MAP_KINDS["embedding"].reader(run.store, torch.device("cpu"))
     gaussians = decode(stored).gaussians  # [N, L, H, T, 4]
     is_outside = (gaussians[..., :2].abs() > OUTSIDE).any(-1)
     start = gaussian_teacher.build(run.settings, folder / "no rows", run.data, to_read=True)

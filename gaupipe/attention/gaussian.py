@@ -34,7 +34,7 @@ class GaussianAttention(StudentAttention):
 
     compares = False
     has_map = True  # the Gaussians are
-    places: Tensor
+    positions: Tensor
 
     def __init__(self, *args: Any, grid: Grid | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,12 +48,12 @@ class GaussianAttention(StudentAttention):
             self.predictor = nn.Parameter(
                 torch.zeros(self.num_heads * 4, self.attn_dim, device=device)
             )
-            register_places(self, grid, self.head_dim, device)
+            register_positions(self, grid, self.head_dim, device)
 
     def give_gaussians(self) -> None:
         """From now on Gaussians are given with the tokens."""
         if self.grid is not None:
-            del self.places
+            del self.positions
         self.grid = None
         self.prior = None
         self.predictor = None
@@ -74,7 +74,7 @@ class GaussianAttention(StudentAttention):
         assert self.grid is not None
         v = self.values(x)
         q = log_factors(gaussians, self.grid, self.head_dim).to(v.dtype)
-        k = self.places.to(v.dtype).expand_as(q)
+        k = self.positions.to(v.dtype).expand_as(q)
         return q, k, v
 
     def through(self, x: Tensor, axes: tuple[Tensor, Tensor]) -> Tensor:
@@ -97,8 +97,10 @@ class GaussianAttention(StudentAttention):
         B, H, T, d_m = v.shape
         planes = at_least_float32(v).transpose(2, 3).reshape(B * H, d_m, *grid)
         # what is not a number, in a training that has diverged, would be read out of bounds
-        places = points.reshape(B * H, T, 1, 2).to(planes.dtype).nan_to_num()
-        values = F.grid_sample(planes, places, "bilinear", "border", True)  # [B * H, d_m, T, 1]
+        grid_points = points.reshape(B * H, T, 1, 2).to(planes.dtype).nan_to_num()
+        values = F.grid_sample(
+            planes, grid_points, "bilinear", "border", True
+        )  # [B * H, d_m, T, 1]
         return self.output(values.view(B, H, d_m, T).transpose(2, 3).to(v.dtype), v, x)
 
 
@@ -119,16 +121,16 @@ def predicted_gaussians(prior: Tensor, predictor: Tensor, tokens: Tensor) -> Ten
         return from_raw(prior + raw, "loc_scale")
 
 
-def register_places(
+def register_positions(
     attention: nn.Module, grid: Grid, least: int, device: torch.device | None
 ) -> None:
-    """Gives an attention the buffer ``places`` [T, h + w or ``least``], one-hot the keys' places on
-    the two axes. So q places' is log P for q of :func:`log_factors`."""
+    """Gives an attention the buffer ``positions`` [T, h + w or ``least``], those of the keys on the
+    two axes, one-hot. So q positions' is log P for q of :func:`log_factors`."""
     h, w = grid
     along_y = torch.eye(h, device=device).repeat_interleave(w, dim=0)
     along_x = torch.eye(w, device=device).repeat(h, 1)
-    places = pad_to(torch.cat([along_y, along_x], dim=-1), max(h + w, least))
-    attention.register_buffer("places", places, persistent=False)
+    positions = pad_to(torch.cat([along_y, along_x], dim=-1), max(h + w, least))
+    attention.register_buffer("positions", positions, persistent=False)
 
 
 @torch.fx.wrap

@@ -10,7 +10,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from gaupipe.attention.base import StudentAttention
-from gaupipe.attention.gaussian import Grid, gaussian_prior, log_factors, register_places
+from gaupipe.attention.gaussian import Grid, gaussian_prior, log_factors, register_positions
 from gaupipe.maps.gaussians import from_raw
 from gaupipe.system.errors import UserError
 
@@ -29,7 +29,7 @@ class StandardAttention(StudentAttention):
     """
 
     prior: nn.Parameter | None
-    places: Tensor
+    positions: Tensor
 
     def __init__(
         self, *args: Any, prior: bool = False, grid: Grid | None = None, **kwargs: Any
@@ -46,7 +46,7 @@ class StandardAttention(StudentAttention):
             self.grid = grid
             device = self.proj.weight.device
             self.prior = gaussian_prior(self.num_heads, grid, device)
-            register_places(self, grid, 0, device)
+            register_positions(self, grid, 0, device)
 
     @property
     def has_prior(self) -> bool:
@@ -59,15 +59,15 @@ class StandardAttention(StudentAttention):
         return Attention
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V; with a prior [Q, A] and [K, places], A the logarithms of the two factors of
-        P: their product is Q K' + sqrt(d_m) log P."""
+        """Q, K and V; with a prior [Q, A] and [K, positions], A the logarithms of the two factors
+        of P: their product is Q K' + sqrt(d_m) log P."""
         q, k, v = super().project(x)
         if not self.has_prior:
             return q, k, v
         a = (self.log_factors() / self.scale).to(q.dtype)  # [H, T, h + w]
-        places = self.places.to(k.dtype)  # [T, h + w]
+        positions = self.positions.to(k.dtype)  # [T, h + w]
         q = torch.cat([q, a.expand(q.shape[0], q.shape[1], -1, -1)], dim=-1)
-        k = torch.cat([k, places.expand(k.shape[0], k.shape[1], -1, -1)], dim=-1)
+        k = torch.cat([k, positions.expand(k.shape[0], k.shape[1], -1, -1)], dim=-1)
         return q, k, v
 
     def log_factors(self) -> Tensor:

@@ -102,14 +102,15 @@ class Augment:
         images: Tensor,
         image_ids: Tensor,
         epoch: int | np.ndarray,
-        places: Tensor | None = None,
+        crop_geometry: Tensor | None = None,
     ) -> tuple[Tensor, Geometry | None]:
         """(views, where they lie) of a batch.
 
         images      uint8 [B, C, height, width], before normalisation, C 1 or 3; not changed
         image_ids   int64 [B]
         epoch       counted from 0; one for all images, or that of each [B]
-        places      where the ``images`` lie, if they are crops of full-size images already, which
+        crop_geometry
+                    where the ``images`` lie, if they are crops of full-size images already, which
                     are then not cropped again: float64 [B, 4], as :meth:`crops` returns it
 
         The views have the shape, dtype and device of the images. The geometry is None when nothing
@@ -124,8 +125,8 @@ class Augment:
             ratio = width / self.size
         offset = np.zeros((count, 2))
         scale = np.ones((count, 2))
-        if places is not None:
-            offset, scale = np.split(places.numpy(), 2, axis=1)
+        if crop_geometry is not None:
+            offset, scale = np.split(crop_geometry.numpy(), 2, axis=1)
         elif settings.resized_crop:
             assert ratio == 1  # a crop of a smaller square would be blurred: see crops_of_squares
             draws = uniforms(self.seed, epoch, image_ids, 4 * ATTEMPTS, RESIZED_CROP)
@@ -159,24 +160,25 @@ class Augment:
     def crops(
         self, images: Iterable[Tensor], image_ids: np.ndarray, epochs: np.ndarray, size: int
     ) -> tuple[Tensor, Tensor]:
-        """(crops uint8 [B, 3, size, size], their places) of full-size images [3, height, width], of
-        any height and width: those that a call draws of the images themselves in these ``epochs``.
+        """(crops uint8 [B, 3, size, size], their geometry) of full-size images [3, height, width],
+        of any height and width: those that a call draws of the images themselves in these
+        ``epochs``.
 
-        The places say where each crop lies in the square that the image becomes without a crop:
+        The geometry says where each crop lies in the square that the image becomes without a crop:
         (offset x, offset y, scale x, scale y) in border coordinates, float64 [B, 4]. A crop may lie
         outside the square, which is the middle of the image.
         """
         assert self.settings.resized_crop
         draws = uniforms(self.seed, epochs, image_ids, 4 * ATTEMPTS, RESIZED_CROP)
         crops = []
-        places = []
+        geometry = []
         for image, numbers in zip(images, draws, strict=True):
             height, width = image.shape[-2:]
             box = crop_boxes(numbers[None], (height, width), self.settings.resized_crop)
             crops.append(F.resized_crop(image, *box[0].tolist(), [size, size], antialias=True))
             start, extent = middle_square(height, width, size)
-            places.append(np.concatenate(_lies(box, start, extent), axis=1))
-        return torch.stack(crops).contiguous(), torch.from_numpy(np.concatenate(places))
+            geometry.append(np.concatenate(_lies(box, start, extent), axis=1))
+        return torch.stack(crops).contiguous(), torch.from_numpy(np.concatenate(geometry))
 
     def crops_of_squares(
         self,

@@ -34,7 +34,7 @@ class Batch:
     mixed      which images Mixup or CutMix mixed, and where; None where none were
     stored     what was read from a store for ``ids``, {array name: [B, ...]}; None for no store
     parts      (bucket, images): how many of the images, in their order, are of which bucket
-    of_world   images of the whole batch, of which other ranks may have some; None where all are
+    whole_size images of the whole batch, of which other ranks may have some; None where all are
                here
     """
 
@@ -45,7 +45,7 @@ class Batch:
     mixed: Mix | None = None
     stored: dict[str, np.ndarray] | None = None
     parts: Sequence[tuple[int, int]] = ()
-    of_world: int | None = None
+    whole_size: int | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,9 +54,9 @@ class Batch:
     def weight(self) -> float:
         """Weight of a mean over these images in the mean of all ranks' means, so that the latter
         is the mean over the images of the whole batch. 1 in a world of one."""
-        if self.of_world is None:
+        if self.whole_size is None:
             return 1.0
-        return len(self) * distributed.world_size() / self.of_world
+        return len(self) * distributed.world_size() / self.whole_size
 
 
 class Batches:
@@ -75,7 +75,10 @@ class Batches:
         workers: int | Literal["auto"] = 0,
         buckets: int = 1,
     ) -> None:
-        self.split, self.data, self.device, self.batch_size = split, data, device, batch_size
+        self.split = split
+        self.data = data
+        self.device = device
+        self.batch_size = batch_size
         self.buckets = Buckets(len(split), buckets)
         self.loader = Loader(split.source, device, workers)
         self.waited = {"data": 0.0, "maps": 0.0}
@@ -95,16 +98,17 @@ class Batches:
 
     def in_order(self, image_ids: np.ndarray | None = None) -> Iterator[Batch]:
         """The images of ``image_ids``, or all of the split in canonical order, as they are."""
-        ids = np.arange(len(self.split)) if image_ids is None else image_ids
-        for loaded in self.loader(requests(self.split, slices(ids, self.batch_size))):
+        if image_ids is None:
+            image_ids = np.arange(len(self.split))
+        for loaded in self.loader(requests(self.split, slices(image_ids, self.batch_size))):
             yield self._unchanged(loaded)
 
-    def of_rank(self) -> Iterator[Batch]:
+    def rank_batches(self) -> Iterator[Batch]:
         """The images of this rank's buckets as they are, bucket by bucket, each in canonical order:
         all of the split in a world of one with one bucket."""
         batches = [
             (bucket, ids)
-            for bucket in self.buckets.of_rank()
+            for bucket in self.buckets.rank_buckets()
             for ids in slices(self.buckets.members(bucket), self.batch_size)
         ]
         images_of = self.loader(requests(self.split, [ids for _, ids in batches]))
@@ -128,31 +132,48 @@ class Batches:
         :meth:`views` draws it, and ``maps`` are of that view: nothing has moved between them.
         """
         order = self.buckets.epoch(augment.seed, number, self.batch_size)[first:]
-        drawn = number if view is None else view
+        drawn = number
+        if view is not None:
+            drawn = view
         batches = [np.concatenate([*parts.values()]) for parts in order]
         draws = [np.full(len(ids), drawn) for ids in batches]
         wanted = requests(self.split, batches, augment, draws)
         self.data.keep(training=not augment.settings.full_size)
         loads = self._timed(self.loader(wanted), "data")
-        reads = None if maps is None else self._timed(maps.prefetch(batches), "maps")
+        reads = None
+        if maps is not None:
+            reads = self._timed(maps.prefetch(batches), "maps")
         for step, loaded in enumerate(loads):
-            stored = None if reads is None else next(reads)
-            ids, settings = loaded.ids, augment.settings
-            views, geometry = augment(self._on_device(loaded.images), ids, drawn, loaded.places)
+            stored = None
+            if reads is not None:
+                stored = next(reads)  # by the same ids in the same order as the images
+            ids = loaded.ids
+            pixels = self._on_device(loaded.images)
+            views, geometry = augment(pixels, ids, drawn, loaded.crop_geometry)
+            if view is not None:
+                geometry = None  # the stored maps are of this very view
+            # images are mixed within their bucket: a partner may not depend on the world size
             sizes = {bucket: len(members) for bucket, members in order[step].items()}
             images, mixed = mix(
-                self._normalised(views), ids, augment.seed, number, settings, [*sizes.values()]
+                self._normalised(views),
+                ids,
+                augment.seed,
+                number,
+                augment.settings,
+                [*sizes.values()],
             )
-            whole = self.batch_sizes[first + step]
+            whole_size = None
+            if self.batch_sizes[first + step] != len(ids):
+                whole_size = self.batch_sizes[first + step]
             yield Batch(
                 images,
                 self._on_device(loaded.labels),
                 ids,
-                geometry=geometry if view is None else None,
+                geometry=geometry,
                 mixed=mixed,
                 stored=stored,
                 parts=[*sizes.items()],
-                of_world=None if whole == len(ids) else whole,
+                whole_size=whole_size,
             )
 
     def views(self, entries: np.ndarray, augment: Augment, count: int) -> Iterator[Batch]:
@@ -161,11 +182,12 @@ class Batches:
         View v is what ``augment`` makes of an image in epoch v. The ids of a batch are entries.
         """
         batches = slices(entries, self.batch_size)
-        ids, views = [batch // count for batch in batches], [batch % count for batch in batches]
+        ids = [batch // count for batch in batches]
+        views = [batch % count for batch in batches]
         images_of = self.loader(requests(self.split, ids, augment, views))
-        for loaded, batch, of_batch in zip(images_of, batches, views, strict=True):
+        for loaded, batch, drawn in zip(images_of, batches, views, strict=True):
             images = self._on_device(loaded.images)
-            images, _ = augment(images, loaded.ids, of_batch, loaded.places)
+            images, _ = augment(images, loaded.ids, drawn, loaded.crop_geometry)
             labels = self._on_device(loaded.labels)
             yield Batch(self._normalised(images), labels, torch.from_numpy(batch.copy()))
 
@@ -197,8 +219,8 @@ def train_and_val(
     data: ImageData, settings: DataSettings, device: torch.device
 ) -> tuple[Batches, Batches]:
     """Batches of the training and of the validation images, of the sizes that the settings say."""
-    size, eval_size, workers = settings.batch_size, settings.eval_batch_size, settings.workers
-    return (
-        Batches(data.train, data, device, size, workers, settings.num_buckets),
-        Batches(data.val, data, device, eval_size, workers, settings.num_buckets),
-    )
+    workers = settings.workers
+    buckets = settings.num_buckets
+    training = Batches(data.train, data, device, settings.batch_size, workers, buckets)
+    validation = Batches(data.val, data, device, settings.eval_batch_size, workers, buckets)
+    return training, validation

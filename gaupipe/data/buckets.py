@@ -42,7 +42,7 @@ class Buckets:
         ids = np.arange(self.images)
         return ids if self.count == 1 else ids[self.of(ids) == bucket]
 
-    def of_rank(self) -> range:
+    def rank_buckets(self) -> range:
         """The buckets of this rank."""
         rank, world = distributed.rank(), distributed.world_size()
         return range(rank * self.count // world, (rank + 1) * self.count // world)
@@ -63,7 +63,7 @@ class Buckets:
             return [{0: ids} for ids in slices(order, batch_size)]
         shuffled = {
             bucket: np.random.default_rng((seed, epoch, bucket)).permutation(self.members(bucket))
-            for bucket in self.of_rank()
+            for bucket in self.rank_buckets()
         }
         bounds = self._bounds(batch_size)
         return [

@@ -36,7 +36,7 @@ def place_of(data: str) -> dict[str, str | None]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SplitFolders:
     """Folders that hold a folder of images for each class; None where there is none."""
 
     train: Path
@@ -44,7 +44,7 @@ class Layout:
     test: Path | None
 
 
-def layout(root: Path) -> Layout:
+def find_splits(root: Path) -> SplitFolders:
     """Finds the folders of each split below ``root``, which :data:`SPLITS` names.
 
     Without any of these folders all class folders lie in ``root`` itself. One line on stderr, once,
@@ -73,7 +73,7 @@ def layout(root: Path) -> Layout:
                 f"data.root {root}: left out the folders beside the training images that are "
                 f"neither validation nor test images: {', '.join(others)}"
             )
-        return Layout(folders["train"], folders.get("val"), folders.get("test"))
+        return SplitFolders(folders["train"], folders.get("val"), folders.get("test"))
     # a folder val/ or test/ with folders inside is a split; with images alone it is a class
     if not beside or any(map(folders_in, folders.values())):
         moved = ""
@@ -87,7 +87,7 @@ def layout(root: Path) -> Layout:
             f"(val/ and test/ may stand beside train/); or {str(root)!r} should hold CLASS/*.png"
             f"{moved}"
         )
-    return Layout(root, None, None)
+    return SplitFolders(root, None, None)
 
 
 def folders_in(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from gaupipe.data.images import FileImages, Source
 from gaupipe.data.splits import Split
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
-from gaupipe.system.signals import spare_worker, spared
+from gaupipe.system.signals import kill_readers_at_exit, spare_worker, spared
 
 FEW_IMAGES = 2_000
 """Decoding an epoch of fewer images is not worth starting processes."""
@@ -26,7 +26,7 @@ FEW_IMAGES = 2_000
 MOST_WORKERS = 16
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """The images of a batch: their positions in the source and ids; and, for crops that are cut
     from the images themselves, what draws them and in which epochs."""
 
@@ -44,11 +44,12 @@ class Loaded:
     images: Tensor
     labels: Tensor
     ids: Tensor
-    places: Tensor | None = None
+    crop_geometry: Tensor | None = None
 
     def pin_memory(self, *_device: Any) -> Loaded:
         """For the copy to a GPU; torch's DataLoader calls it."""
-        self.images, self.labels = self.images.pin_memory(), self.labels.pin_memory()
+        self.images = self.images.pin_memory()
+        self.labels = self.labels.pin_memory()
         return self
 
 
@@ -57,14 +58,14 @@ def requests(
     batches: Sequence[np.ndarray],
     augment: Augment | None = None,
     epochs: Sequence[np.ndarray] = (),
-) -> list[Request]:
+) -> list[BatchRequest]:
     """The request for each batch of image ids. With crops of full-size images, and with crops for
     another size than they are drawn for, it asks for those that ``augment`` draws in these
     ``epochs``."""
     if augment and (of_full_size(augment, split.source) or of_other_size(augment, split.source)):
         drawn = zip(batches, epochs, strict=True)
-        return [Request(split.positions[ids], ids, augment, of_ids) for ids, of_ids in drawn]
-    return [Request(split.positions[ids], ids) for ids in batches]
+        return [BatchRequest(split.positions[ids], ids, augment, epoch) for ids, epoch in drawn]
+    return [BatchRequest(split.positions[ids], ids) for ids in batches]
 
 
 def of_full_size(augment: Augment, source: Source) -> bool:
@@ -77,7 +78,7 @@ def of_other_size(augment: Augment, source: Source) -> bool:
     return augment.settings.resized_crop is not None and augment.size not in (None, source.size)
 
 
-def fetch(source: Source, request: Request) -> Loaded:
+def fetch(source: Source, request: BatchRequest) -> Loaded:
     """The images of a batch; views that follow each other are of an image that is decoded once.
     Raises UserError for an image that cannot be read."""
     positions, ids, augment, epochs = request
@@ -110,7 +111,7 @@ def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.nda
     """The view that ``augment`` makes of one image in an epoch: uint8 [height, width, C]."""
     [request] = requests(split, [np.array([image_id])], augment, [np.array([epoch])])
     loaded = fetch(split.source, request)
-    views, _ = augment(loaded.images, loaded.ids, epoch, loaded.places)
+    views, _ = augment(loaded.images, loaded.ids, epoch, loaded.crop_geometry)
     return views[0].permute(1, 2, 0).numpy()
 
 
@@ -120,7 +121,7 @@ class _Fetching(Dataset[Any]):
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def __getitems__(self, request: Request) -> Loaded | UserError:
+    def __getitems__(self, request: BatchRequest) -> Loaded | UserError:
         try:
             return fetch(self.source, request)
         except UserError as error:
@@ -137,23 +138,24 @@ class Loader:
     def __init__(
         self, source: Source, device: torch.device, workers: int | Literal["auto"] = 0
     ) -> None:
-        self.source, self.workers = source, workers
+        self.source = source
+        self.workers = workers
         self.pin = device.type == "cuda"
-        self._requests: list[Request] = []
+        self._requests: list[BatchRequest] = []
         self._made_for: tuple[int, bool] | None = None
         self._loader: DataLoader[Any] | None = None
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Loaded]:
+    def __call__(self, requests: Sequence[BatchRequest]) -> Iterator[Loaded]:
         """The batches in their order. Raises the UserError of an image that cannot be read."""
         if not requests:
             return
-        of_files = isinstance(self.source, FileImages) and self.source.cache.images is None
-        decodes = requests[0].augment is not None or of_files
+        uncached = isinstance(self.source, FileImages) and self.source.cache.images is None
+        decodes = requests[0].augment is not None or uncached
         made_for = self.number_of_workers(decodes), decodes
         if self._loader is None or self._made_for != made_for:
             self._made_for = made_for
             self._loader = self._data_loader(made_for[0])
-        self._requests[:] = requests
+        self._requests[:] = requests  # in place: the DataLoader that lives on looks at this list
         with spared():
             batches = iter(self._loader)
         for batch in batches:
@@ -170,10 +172,14 @@ class Loader:
         if few or not decodes:
             return 0
         cores = machine.share_of_cores()
-        # without a GPU the cores train, too
-        return min(max(1, cores - 1) if self.pin else cores // 2, MOST_WORKERS)
+        workers = cores // 2  # without a GPU the cores train, too
+        if self.pin:
+            workers = max(1, cores - 1)
+        return min(workers, MOST_WORKERS)
 
     def _data_loader(self, workers: int) -> DataLoader[Any]:
+        if workers:
+            kill_readers_at_exit()
         return DataLoader(
             _Fetching(self.source),
             batch_sampler=self._requests,  # type: ignore[arg-type]  # lists of samples to torch
@@ -183,6 +189,6 @@ class Loader:
             generator=torch.Generator(),
             # tensorstore must not be in use before a fork, so workers start from a clean process
             multiprocessing_context="forkserver" if workers else None,
-            persistent_workers=workers > 0,
+            persistent_workers=workers > 0,  # each takes seconds to import torch
             pin_memory=self.pin,
         )

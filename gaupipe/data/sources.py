@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gaupipe.data.folder import FolderFacts, find_classes, layout, place_of
+from gaupipe.data.folder import FolderFacts, find_classes, find_splits, place_of
 from gaupipe.data.images import ArrayImages, FileImages, Source, as_asked
 from gaupipe.data.packed import find_archives, row_sources, tar_sources
 from gaupipe.settings import DataSettings
@@ -138,8 +138,8 @@ def _by_split(
 def _folder_sources(
     root: Path, settings: DataSettings
 ) -> tuple[FileImages, FileImages | None, FileImages | None]:
-    """The images of a folder, as :func:`gaupipe.data.folder.layout` finds them."""
-    folders = layout(root)
+    """The images of a folder, as :func:`gaupipe.data.folder.find_splits` finds them."""
+    folders = find_splits(root)
     training = find_classes(folders.train)
 
     def held_out(folder: Path | None) -> FileImages | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.distillation.kinds import KINDS, Attention
+from gaupipe.distillation.kinds import MAP_KINDS, Attention
 from gaupipe.distillation.store_choice import check_export
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import ExportSettings, Settings
@@ -95,7 +95,7 @@ def drawing(settings: Settings) -> dict[str, object]:
 
 def decoder(job: TeacherJob[Any], kind: str) -> dict[str, np.ndarray] | None:
     """The arrays that a store of this kind holds once for all images; None for no arrays."""
-    shared = KINDS[kind].decoder(job.teacher)
+    shared = MAP_KINDS[kind].decoder(job.teacher)
     return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
 
 
@@ -133,7 +133,7 @@ def outputs(
             logits = job.probe.logits_out_of_fold(attention.pooled, image_ids).log_softmax(-1)
         with torch.no_grad():
             dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
-            named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}
+            named = {**MAP_KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}
         if losses is not None and (loss := lost(schema, attention, named)) is not None:
             losses.append(loss.double().cpu() * len(batch))
         arrays = {}

@@ -5,7 +5,7 @@ Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +45,9 @@ class TeacherLoss(nn.Module):
     def __init__(self, job: TeacherJob[Teacher]) -> None:
         super().__init__()
         self.teacher = job.teacher
-        self.forward_teacher = torch.compile(job.teacher) if job.settings.compile else job.teacher
+        self.forward_teacher: Callable[..., Tensor] = job.teacher
+        if job.settings.compile:
+            self.forward_teacher = torch.compile(job.teacher)
 
     def forward(self, batch: Batch, parameters: Tensor | None, noise: Tensor | None) -> Tensor:
         """The cross-entropy with the labels, mean over the batch.
@@ -61,10 +63,13 @@ class TeacherLoss(nn.Module):
 
 def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path) -> None:
     """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""
-    settings, phase, data = job.settings, job.settings.phase_a, job.data
+    settings = job.settings
+    phase = settings.phase_a
+    data = job.data
     per_image = job.per_image
     training = job.batches(data.train, settings.data.batch_size)
-    evaluation, validation = job.batches(data.train), job.batches(data.val)
+    evaluation = job.batches(data.train)
+    validation = job.batches(data.val)
     augment = Augment(settings.phase_a_augment, settings.seed)
     draws = Draws(job, training.buckets)
     loss_module = TeacherLoss(job)
@@ -110,8 +115,9 @@ class Draws:
     images before it there, not on the rank."""
 
     def __init__(self, job: TeacherJob[Teacher], buckets: Buckets) -> None:
-        self.teacher, self.count = job.teacher, buckets.count
-        self.generators = {number: torch.Generator(job.device) for number in buckets.of_rank()}
+        self.teacher = job.teacher
+        self.count = buckets.count
+        self.generators = {number: torch.Generator(job.device) for number in buckets.rank_buckets()}
 
     def seed(self, seed: int) -> None:
         """Starts the draws of every bucket from (``seed``, bucket)."""
@@ -131,14 +137,20 @@ class Draws:
 def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> Score:
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
     shared prior alone. One sampled pass in ``stochastic`` mode."""
-    teacher, draws = job.teacher.eval(), Draws(job, batches.buckets)
+    teacher = job.teacher.eval()
+    draws = Draws(job, batches.buckets)
     draws.seed(job.settings.seed)
-    passes = None if teacher.passes is None else 1
+    passes = None
+    if teacher.passes is not None:
+        passes = 1
 
     def predictions() -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in batches.of_rank():
-            [(bucket, _)] = batch.parts
-            gaussians = teacher.gaussians(job.parameters(batch.ids) if seen else None)
+        parameters = None
+        for batch in batches.rank_batches():
+            [(bucket, _)] = batch.parts  # one bucket in each batch, so that its draws are its own
+            if seen:
+                parameters = job.parameters(batch.ids)
+            gaussians = teacher.gaussians(parameters)
             generator = draws.generators[bucket]
             yield teacher.predict(batch.images, gaussians, passes, generator), batch.labels
 
@@ -160,7 +172,11 @@ def build(
     teacher = build_teacher(settings, data)
     per_image = None
     if with_images and settings.phase_a.learns_of_images:
-        rows, buckets = settings.phase_a.rows, Buckets(len(data.train), settings.data.num_buckets)
+        rows = settings.phase_a.rows
+        buckets = Buckets(len(data.train), settings.data.num_buckets)
+        numbers = None
+        if to_read:
+            numbers = range(buckets.count)
         per_image = ImageState(
             buckets,
             torch.zeros(teacher.per_image_shape),
@@ -168,7 +184,7 @@ def build(
             folder=folder / "rows",
             initial_std=rows.initial_std,
             seed=settings.seed,
-            numbers=range(buckets.count) if to_read else None,
+            numbers=numbers,
         )
     return TeacherJob(settings, data, device, teacher.to(device), per_image)
 
@@ -177,27 +193,28 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     """A freshly started teacher on the CPU."""
     phase = settings.phase_a
     torch.manual_seed(settings.seed)
-    sizes = phase.compression
-    return Teacher(
-        build_vit(settings.model, data, "gaussian"),
-        phase.parametrisation,
-        phase.prior,
-        (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None,
-        LABEL_PASSES if phase.mode == "stochastic" else None,
-    )
+    vit = build_vit(settings.model, data, "gaussian")
+    compression = None
+    if phase.per_image == "embedding":
+        compression = (phase.compression.embedding, phase.compression.hidden)
+    passes = None
+    if phase.mode == "stochastic":
+        passes = LABEL_PASSES
+    return Teacher(vit, phase.parametrisation, phase.prior, compression, passes)
 
 
 def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
     """The optimizer of the network and its schedule, freshly started."""
-    phase, teacher = job.settings.phase_a, job.teacher
+    phase = job.settings.phase_a
+    teacher = job.teacher
     steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
-    lr, decay = phase.optim.lr, phase.optim.weight_decay
     groups = []
     if phase.prior:
         groups.append({"params": [teacher.prior], "lr": PRIOR_LR, "weight_decay": 0.0})
     if teacher.decoder:
         decoder = [*teacher.decoder.parameters()]
-        groups.append({"params": decoder, "lr": lr, "weight_decay": decay})
+        decay = phase.optim.weight_decay
+        groups.append({"params": decoder, "lr": phase.optim.lr, "weight_decay": decay})
     optimizer, schedule = build_optimizer(teacher.vit, phase.optim, phase.max_epochs, steps, groups)
     return TrainingState(
         teacher,

@@ -18,7 +18,7 @@ import store
 from gaupipe.data.augment import mixed_targets
 from gaupipe.data.batches import Batch
 from gaupipe.distillation.export import drawing
-from gaupipe.distillation.kinds import KINDS, Reader
+from gaupipe.distillation.kinds import MAP_KINDS, Reader
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft_loss
 from gaupipe.distillation.student import layer_map
 from gaupipe.settings import Settings
@@ -40,12 +40,14 @@ class PhaseB(Training):
 
     def identity(self) -> dict[str, object]:
         schema = self.maps.schema
-        kind = [schema.kind]
-        kind += [f"k {schema.k}"] if schema.k else []
-        kind += [f"views {schema.views}"] if schema.views > 1 else []
+        kind = schema.kind
+        if schema.k:
+            kind += f" k {schema.k}"
+        if schema.views > 1:
+            kind += f" views {schema.views}"
         return super().identity() | {
             "the teacher of the maps": schema.teacher_sha256,
-            "the kind of store": " ".join(kind),
+            "the kind of store": kind,
             "the encoding of the store": schema.encoding,
         }
 
@@ -57,15 +59,22 @@ class PhaseB(Training):
         return gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_ends(self.epochs))
 
     def maps_of_epoch(self, epoch: int) -> tuple[MapsOfEpoch | None, int | None]:
-        settings, maps = self.settings, self.maps
-        views, gamma = maps.schema.views, self.gamma(epoch)
-        # once a store of views has nothing to say, there is no need to see its views again
-        if views > 1 and not (gamma or settings.phase_b.alpha):
-            return None, None
-        view = epoch % views if views > 1 else None
-        shuffled = settings.seed if gamma and settings.phase_b.shuffle_maps else None
-        names = None if gamma else ("logits", "labels")
-        return MapsOfEpoch(maps, view or 0, shuffled, names), view
+        phase = self.settings.phase_b
+        views = self.maps.schema.views
+        compares_maps = self.gamma(epoch) > 0
+        view = None
+        if views > 1:
+            # once a store of views has nothing to say, there is no need to see its views again
+            if not compares_maps and not phase.alpha:
+                return None, None
+            view = epoch % views
+        names = None
+        if not compares_maps:  # the maps are by far the largest arrays
+            names = ("logits", "labels")
+        shuffled = None
+        if compares_maps and phase.shuffle_maps:
+            shuffled = self.settings.seed
+        return MapsOfEpoch(self.maps, view or 0, shuffled, names), view
 
     def source_of_maps(self) -> tuple[str, str]:
         return self.maps.url, self.maps.schema.teacher_sha256
@@ -108,7 +117,7 @@ class PhaseB(Training):
     def read(self) -> Reader:
         """A function that makes the attention of a batch of arrays read from the store."""
         maps = self.maps
-        return KINDS[maps.schema.kind].reader(maps, self.device)
+        return MAP_KINDS[maps.schema.kind].reader(maps, self.device)
 
 
 class StudentLosses(LabelLosses):
@@ -176,7 +185,10 @@ class MapsOfEpoch:
         seed: int | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        self.maps, self.view, self.views, self.names = maps, view, maps.schema.views, names
+        self.maps = maps
+        self.view = view
+        self.views = maps.schema.views
+        self.names = names
         images = len(maps) // self.views
         self.others = None
         if seed is not None:  # one cycle through all images: none keeps its own maps

@@ -47,7 +47,7 @@ class StoredGaussians:
         new_grid: Grid | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
-        gaussians = of_heads(self.gaussians[:, layer].float(), heads)
+        gaussians = select_heads(self.gaussians[:, layer].float(), heads)
         return expected_axes(move(gaussians, geometry, self.grid, new_grid), new_grid or self.grid)
 
     def map(
@@ -86,7 +86,7 @@ class StoredRows:
         new_grid: Grid | None = None,
     ) -> Tensor:
         """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
-        patches, _ = without_prefix(of_heads(self.rows(layer), heads), self.prefix)
+        patches, _ = without_prefix(select_heads(self.rows(layer), heads), self.prefix)
         return move_map(patches, geometry, self.grid, new_grid)
 
 
@@ -96,7 +96,7 @@ ReadGaussians = Callable[[dict[str, Tensor]], Tensor]
 """From the arrays of a batch to its Gaussians [B, L, H, T, 4]."""
 
 
-def of_heads(values: Tensor, heads: Sequence[int] | None) -> Tensor:
+def select_heads(values: Tensor, heads: Sequence[int] | None) -> Tensor:
     """The heads chosen of [B, H, ...]; None is all."""
     return values if heads is None else values[:, list(heads)]
 
@@ -280,7 +280,7 @@ def prior_of(schema: store.Schema, shared: dict[str, Tensor]) -> Tensor:
     return shared["prior"].expand(schema.layers, schema.heads, schema.tokens, size)
 
 
-KINDS: dict[str, MapKind] = {
+MAP_KINDS: dict[str, MapKind] = {
     kind.name: kind
     for kind in (GaussianKind(), EmbeddingKind(), DenseKind(), PriorKind(), TopKKind())
 }

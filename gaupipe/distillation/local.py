@@ -16,7 +16,7 @@ from torch import Tensor
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import PhaseB
-from gaupipe.distillation.kinds import Grid, StoredGaussians, of_heads
+from gaupipe.distillation.kinds import Grid, StoredGaussians, select_heads
 from gaupipe.distillation.losses import ConstantMaps, TeacherMaps
 from gaupipe.distillation.store_choice import MapShape
 from gaupipe.distillation.student import check_fit, layer_map
@@ -55,7 +55,7 @@ class LocalMaps(StoredGaussians):
     ) -> tuple[Tensor, Tensor]:
         """The two factors ([1, H, T, h], [1, H, T, w]) of a block's map."""
         along_y, along_x = self.factors
-        return of_heads(along_y, heads), of_heads(along_x, heads)
+        return select_heads(along_y, heads), select_heads(along_x, heads)
 
 
 def local_maps(settings: Settings, student: VisionTransformer) -> LocalMaps:

@@ -224,8 +224,11 @@ class FeatureLoss:
             maps = teacher.map(layer)
             return feature_loss(log_map, maps, self.temperature, self.direction, hidden)
 
-        of_patches = q[..., self.prefix :, :], k[..., self.prefix :, :]
-        divergence = checkpoint(compare, *of_patches, use_reentrant=False, preserve_rng_state=False)
+        patch_q = q[..., self.prefix :, :]
+        patch_k = k[..., self.prefix :, :]
+        divergence = checkpoint(
+            compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
+        )
         return attention.attend(q, k, v, None, False), divergence
 
     def compare_fused(

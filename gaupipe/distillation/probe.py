@@ -6,7 +6,9 @@ Axis letters: N training images, B images of a batch, D features, C classes, F f
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor
 
 from gaupipe.data.splits import ImageData, Split
-from gaupipe.system import distributed
-from gaupipe.system.errors import UserError
+from gaupipe.system import digests, distributed
+from gaupipe.system.errors import UserError, one_line
+from gaupipe.system.files import whole_file
 from gaupipe.system.progress import EpochProgress
 
 if TYPE_CHECKING:
@@ -45,18 +48,24 @@ class Probe:
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [B, C] float32 of images that are no training images, by ``features`` [B, D]."""
-        return self._of_all(features)[:, -1]
+        return self._all_logits(features)[:, -1]
 
     def logits_out_of_fold(self, features: Tensor, image_ids: Tensor) -> Tensor:
         """Logits [B, C] float32 of training images, or views of them, by the regression that has
         not seen them."""
-        of_all = self._of_all(features)
+        logits = self._all_logits(features)
         folds = self.folds[image_ids.cpu()].to(features.device)
-        return of_all[torch.arange(len(features), device=features.device), folds]
+        return logits[torch.arange(len(features), device=features.device), folds]
 
-    def _of_all(self, features: Tensor) -> Tensor:
+    def save(self, path: Path, source: Mapping[str, object]) -> None:
+        """Writes the probe whole or not at all, with the ``source`` that it was fitted to."""
+        with whole_file(path) as partial:
+            digests.save({"source": dict(source), "probe": vars(self)}, partial)
+
+    def _all_logits(self, features: Tensor) -> Tensor:
         """[B, F + 1, C] of every regression."""
-        weights, biases = self.weights.to(features.device), self.biases.to(features.device)
+        weights = self.weights.to(features.device)
+        biases = self.biases.to(features.device)
         return torch.einsum("bd,fcd->bfc", features.float(), weights) + biases
 
 
@@ -70,11 +79,43 @@ def check_probe(data: ImageData) -> None:
         )
     if counts.min() < 2:
         number = int(counts.argmin())
-        name = data.class_names[number] if data.class_names else number
+        name = str(number)
+        if data.class_names:
+            name = data.class_names[number]
         raise UserError(
             f"{start}: the class {name} has {counts[number]} training images, and whichever fold "
             "has one of a class, another must have one too: give it at least 2"
         )
+
+
+def load_probe(path: Path, source: Mapping[str, object]) -> Probe | None:
+    """The probe that :meth:`Probe.save` wrote; None where there is none, and for one of another
+    ``source``. Raises UserError for a damaged file."""
+    if not path.is_file():
+        return None
+    try:
+        digests.check(path)
+        saved = torch.load(path, weights_only=True)
+        if saved["source"] != dict(source):
+            return None
+        return Probe(**saved["probe"])
+    except OSError:
+        raise
+    except Exception as error:  # whatever torch makes of a foreign file
+        raise UserError(
+            f"{path} is damaged ({one_line(error)}): remove it, and the probe is fitted again"
+        ) from None
+
+
+def source_of_probe(job: Any) -> dict[str, object]:
+    """What the probe of a :class:`~gaupipe.distillation.teacher.TeacherJob` follows from."""
+    data = job.data
+    return {
+        "teacher": job.sha256,
+        "training images": data.sha256,
+        "validation images": data.val_sha256,
+        "seed": job.settings.seed,
+    }
 
 
 def fit_probe(job: Any) -> Probe:
@@ -87,12 +128,13 @@ def fit_probe(job: Any) -> Probe:
         val, val_labels = features_of(job, job.data.val)
         return fitted(train, labels, val, val_labels, job.data.num_classes, job.settings.seed)
 
-    return distributed.broadcast(distributed.on_main(fit))
+    return distributed.from_main(fit)  # the solver may end elsewhere on another machine
 
 
 def features_of(job: Any, split: Split) -> tuple[np.ndarray, np.ndarray]:
     """(features [N, D] float64, labels [N]) of a split, as it is."""
-    features, labels = [], []
+    features = []
+    labels = []
     with EpochProgress("features for a linear probe", len(split), 1) as progress:
         for batch in job.batches(split).in_order():
             features.append(job.teacher.pooled(batch.images).double().cpu())
@@ -114,24 +156,25 @@ def fitted(
     from sklearn.metrics import log_loss
 
     folds = stratified(labels, seed)
-    mean, std = features.mean(0), features.std(0)
+    mean = features.mean(0)
+    std = features.std(0)
     std[std == 0] = 1  # a feature that is the same for all images
     scaled = (features - mean) / std
 
     def regressions(strength: float) -> list[LogisticRegression]:
         return [regression(scaled[folds != f], labels[folds != f], strength) for f in range(FOLDS)]
 
-    def loss(of_folds: list[LogisticRegression]) -> float:
+    def loss(models: list[LogisticRegression]) -> float:
         probabilities = np.empty((len(labels), num_classes))
-        for fold, model in enumerate(of_folds):
+        for fold, model in enumerate(models):
             probabilities[folds == fold] = model.predict_proba(scaled[folds == fold])
         return float(log_loss(labels, probabilities, labels=range(num_classes)))
 
     candidates = {strength: regressions(strength) for strength in STRENGTHS}
     strength = min(STRENGTHS, key=lambda one: loss(candidates[one]))
     models = [*candidates[strength], regression(scaled, labels, strength)]
-    weights = np.stack([of_classes(model.coef_) / std for model in models])  # [F + 1, C, D]
-    biases = np.stack([of_classes(model.intercept_[:, None])[:, 0] for model in models])
+    weights = np.stack([class_rows(model.coef_) / std for model in models])  # [F + 1, C, D]
+    biases = np.stack([class_rows(model.intercept_[:, None])[:, 0] for model in models])
     biases = biases - weights @ mean
     predicted = (val_features @ weights[-1].T + biases[-1]).argmax(-1)
     return Probe(
@@ -162,6 +205,8 @@ def regression(features: np.ndarray, labels: np.ndarray, strength: float) -> Log
         return LogisticRegression(C=strength, max_iter=MOST_ITERATIONS).fit(features, labels)
 
 
-def of_classes(rows: np.ndarray) -> np.ndarray:
+def class_rows(rows: np.ndarray) -> np.ndarray:
     """A row for each class. Of two classes scikit-learn has one, the second's less the first's."""
-    return np.concatenate([np.zeros_like(rows), rows]) if len(rows) == 1 else rows
+    if len(rows) == 1:
+        rows = np.concatenate([np.zeros_like(rows), rows])
+    return rows

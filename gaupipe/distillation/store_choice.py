@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import store
-from gaupipe.distillation.kinds import KINDS, Grid
+from gaupipe.distillation.kinds import MAP_KINDS, Grid
 from gaupipe.settings import ExportSettings, PhaseBSettings, Settings
 from gaupipe.settings.sections import problem
 from gaupipe.system.errors import UserError
@@ -136,7 +136,7 @@ def check_export(
     prefix     of ``kind``, ``k`` and ``views`` in messages
     """
     name, k = str(export.kind), export.k
-    refusal = KINDS[name].refusal(teacher, settings.phase_a.learns_of_images)
+    refusal = MAP_KINDS[name].refusal(teacher, settings.phase_a.learns_of_images)
     if refusal is not None:
         raise UserError(f"{prefix}kind {name}: {refusal}")
     if k is not None and store.KINDS[name].default_k is None:

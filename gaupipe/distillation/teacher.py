@@ -19,7 +19,6 @@ from gaupipe.distillation.store_choice import MapShape
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
-from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
@@ -88,19 +87,15 @@ class TeacherJob(Generic[Kind]):
         """A digest of everything that a finished teacher has learned. Collective."""
         return self.teacher.sha256(self.per_image)
 
-    def common_sha256(self) -> str:
-        """:attr:`sha256`, which has to be the same on all ranks. Raises ErrorOnAllRanks, on every
-        rank, where ranks hold other teachers."""
-        distributed.check_same(
-            {f"teacher {self.settings.phase_a.teacher}, sha256": self.sha256},
-            "every process should load the same trained weights",
-        )
-        return self.sha256
+    def named_sha256(self) -> dict[str, str]:
+        """:attr:`sha256` by a name for messages. Collective."""
+        return {f"teacher {self.settings.phase_a.teacher}, sha256": self.sha256}
 
     def notes(self) -> dict[str, object]:
         """The teacher's settings in the attributes of its store, as JSON."""
-        phase, data = self.settings.phase_a, self.settings.data
-        notes: dict[str, object] = {"data": data.model_dump(mode="json", exclude={"buckets"})}
+        phase = self.settings.phase_a
+        data = self.settings.data.model_dump(mode="json", exclude={"buckets"})
+        notes: dict[str, object] = {"data": data}
         if isinstance(self.teacher, VitTeacher):
             probe = self.probe is not None
             predicts = probe or self.teacher.predicts
@@ -115,8 +110,11 @@ UPPER_ACCURACY = 0.98
 def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
     """A line about a teacher that is trained: why its training ended, and whether its accuracy on
     the training images lies in the window."""
-    rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
-    accuracy, epochs = metrics[-1]["train_acc"], len(metrics)
+    rate = "phase_a.optim.lr"
+    if phase.learns_of_images:
+        rate = "phase_a.rows.lr"
+    accuracy = metrics[-1]["train_acc"]
+    epochs = len(metrics)
     assert accuracy is not None  # it was trained
     if accuracy < phase.stop_accuracy:
         return (
@@ -136,5 +134,5 @@ def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
 
 def identity(settings: Settings, data: ImageData) -> dict[str, object]:
     """Every setting that phase A reads, and the data set."""
-    of_phase = flatten(settings.without_student(), Scope.ANYTIME)
-    return of_phase | {"the data set": data.sha256}
+    read_by_phase_a = flatten(settings.without_student(), Scope.ANYTIME)
+    return read_by_phase_a | {"the data set": data.sha256}

@@ -12,8 +12,8 @@ from timm.models.vision_transformer import VisionTransformer
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.teacher import TeacherJob, ending, identity
 from gaupipe.settings import Settings
-from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import parse
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
@@ -113,7 +113,7 @@ def other_teacher(
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
     changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
-    parsed = config.parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
+    parsed = parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
     changes["teacher"] = parsed.teacher
     settings = settings.with_section("phase_a", **changes, per_image="table")
     settings = settings.model_copy(update={"download": download})

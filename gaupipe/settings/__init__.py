@@ -642,8 +642,9 @@ class Settings(Section):
     def without_student(self) -> Settings:
         """These settings with the defaults of whatever phase A does not read."""
         model, defaults = self.model, ModelSettings()
-        of_student = ("attention", "attention_options", "match_params", "student_args")
-        model = model.model_copy(update={name: getattr(defaults, name) for name in of_student})
+        read_by_students = ("attention", "attention_options", "match_params", "student_args")
+        unread = {name: getattr(defaults, name) for name in read_by_students}
+        model = model.model_copy(update=unread)
         changes = {
             "model": model,
             "train": TrainSettings(),

@@ -1,22 +1,27 @@
 """The processes of one job, as ``torchrun`` starts them, in torch's words: rank and world size.
 
-:func:`on_main` and :func:`main_first` let a mistake that one rank meets end every rank. One process
-on its own is a world of 1, which has no process group, and in which nothing here does anything.
-
-The function that :func:`on_main` or :func:`main_first` gets must not wait for another rank itself.
+What follows from settings, seed, epoch and image id is the same on all ranks, so nothing is agreed
+on there. Ranks can differ where they read files, open or lock a run, or get a signal: these few
+moments exchange something. A rank that fails anywhere ends all ranks (:class:`Watch`), and rank 0
+says why. One process on its own is a world of 1, which has no process group, and in which nothing
+here does anything.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from gaupipe.system.errors import UserError, mistake_of
+from gaupipe.system.terminal import fitted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,9 +33,12 @@ TIMEOUT = 4 * 3600
 """Seconds a rank waits for the others, which may be reading a large data set. A rank that dies is
 noticed at once."""
 
+GRACE = 1.0
+"""Seconds that rank 0 has to meet the failure of another rank itself: what the ranks have in common
+it says in its own words, and it removes what it has begun."""
 
-class ErrorOnAllRanks(UserError):
-    """A mistake that every rank of the world has been told of: rank 0 says it for all."""
+PATIENCE = 10.0
+"""Seconds that a rank which has failed waits for the others to hear of it."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +77,13 @@ def is_main() -> bool:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """torch's process group of the processes that torchrun started, for as long as it lasts."""
+def process_group() -> Iterator[Watch | None]:
+    """torch's process group of the processes that torchrun started, for as long as it lasts, and
+    the watch over its ranks; None in a world of 1."""
     here = launch()
     if here.world_size == 1:
-        yield
+        yield None
         return
-    from datetime import timedelta
-
     import torch
     import torch.distributed as group
     from torch.distributed.rendezvous import rendezvous
@@ -90,8 +97,83 @@ def process_group() -> Iterator[None]:
     group.init_process_group(
         backend, store=store, rank=number, world_size=count, timeout=timedelta(seconds=TIMEOUT)
     )
-    yield
+    watch = Watch(store, number, count)
+    watch.start()
+    yield watch
+    watch.stop()
     group.destroy_process_group()  # not after an error: other ranks may be gone
+
+
+class Watch(threading.Thread):
+    """Ends this process once any rank has failed; rank 0 says why.
+
+    A rank that fails leaves its reason in torch's ``store``. The others may wait in an exchange
+    that never comes, on a GPU for as long as the timeout, so they look there from a thread.
+    """
+
+    def __init__(self, store: Any, number: int, count: int) -> None:
+        """``number`` is this rank's, of ``count``."""
+        super().__init__(daemon=True)
+        self.store, self.number, self.count = store, number, count
+        self._stopped = threading.Event()
+        self._ends = threading.Lock()
+        """Held by the thread that ends the process."""
+
+    def run(self) -> None:
+        try:
+            while not self.store.check(["failure"]):
+                if self._stopped.wait(0.2):
+                    return
+            failure = self.store.get("failure")
+        except Exception:  # rank 0 has gone, and the store with it: the next exchange says so
+            return
+        if self.number == 0:
+            time.sleep(GRACE)
+        self._end(failure)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+    def end_all(self, line: str, code: int) -> NoReturn:
+        """Ends all ranks with an exit code, because this one has failed. Rank 0 says the ``line``
+        of the rank that failed first, or its own if it has failed too."""
+        mine = first = json.dumps([self.number, line, code])
+        with contextlib.suppress(Exception):  # rank 0 has gone
+            first = self.store.compare_set("failure", "", mine)
+        self._end(mine if self.number == 0 else first)
+
+    def _end(self, failure: str | bytes) -> NoReturn:
+        self._ends.acquire()
+        number, line, code = json.loads(failure)
+        if number:
+            line = f"rank {number}: {line}"
+        with contextlib.suppress(Exception):
+            if self.number == 0:
+                say(line)
+                self.store.set("said", str(code))
+                self._wait_until_heard()
+            else:
+                try:
+                    self.store.wait(["said"], timedelta(seconds=PATIENCE))
+                    code = int(self.store.get("said"))
+                    self.store.add("heard", 1)
+                except Exception:  # rank 0 can no longer say it
+                    say(line)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _wait_until_heard(self) -> None:
+        """Rank 0 may hold the store, which the others still read."""
+        until = time.monotonic() + PATIENCE
+        while self.store.add("heard", 0) < self.count - 1 and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def say(line: str) -> None:
+    """Prints the line about a failure."""
+    print(fitted(f"gaupipe: {' '.join(line.split())}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def name_of_start(store: Any, number: int, count: int) -> str:
@@ -120,15 +202,6 @@ def name_of_start(store: Any, number: int, count: int) -> str:
     return mine
 
 
-def broadcast(value: T) -> T:
-    """Rank 0's ``value``, on every rank."""
-    if world_size() == 1:
-        return value
-    values = [value]
-    _group().broadcast_object_list(values, src=0, device="cpu")
-    return values[0]
-
-
 def all_gather_object(value: T) -> list[T]:
     """The ``value`` of every rank, in their order, on every rank."""
     if world_size() == 1:
@@ -151,40 +224,58 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return values
 
 
-def on_main(work: Callable[[], T]) -> T:
-    """Calls ``work`` on rank 0, while the others wait, and returns what it returned; None
-    elsewhere.
-
-    Raises ErrorOnAllRanks, on every rank, for a mistake that rank 0 meets.
-    """
+def from_main(work: Callable[[], T]) -> T:
+    """What ``work`` returns on rank 0, which alone calls it, on every rank: the others wait."""
     if world_size() == 1:
         return work()
-    return _together(lambda: work() if is_main() else None)  # type: ignore[return-value]
+    values: list[Any] = [work() if is_main() else None]
+    _group().broadcast_object_list(values, src=0, device="cpu")
+    return values[0]
 
 
 def main_first(work: Callable[[], T]) -> T:
-    """Calls ``work`` on rank 0 and then, where that went well, on all others.
+    """Calls ``work`` on rank 0 and then, where that went well, on all others: the first one may
+    download or make what they find. ``work`` must not wait for another rank itself.
 
-    Raises ErrorOnAllRanks, on every rank, for a mistake that any rank meets.
+    Raises UserError, on every rank, for a mistake that any rank meets, so that rank 0 removes what
+    it has begun.
     """
     if world_size() == 1:
         return work()
-    made = on_main(work)
-    return _together(lambda: made if is_main() else work())
+    made, mistake = _attempt(work) if is_main() else (None, None)
+    mistake = from_main(lambda: mistake)
+    if mistake is None and not is_main():
+        made, mistake = _attempt(work)
+    for number, said in enumerate(all_gather_object(mistake)):
+        if said is not None:
+            raise UserError(f"rank {number}: {said}" if number else said)
+    return made  # type: ignore[return-value]
 
 
-def check_same(values: Mapping[str, object], right: str) -> None:
-    """Raises ErrorOnAllRanks, on every rank, for the first of some named values that is another one
-    on some rank than on rank 0. ``right`` says what would be right."""
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """(what ``work`` returns, None), or (None, the mistake it meets)."""
+    try:
+        return work(), None
+    except Exception as error:
+        mistake = mistake_of(error)
+        if mistake is None:
+            raise
+        return None, mistake
+
+
+def check_same(values: Mapping[str, object], right: Mapping[str, str], default: str) -> None:
+    """Raises UserError, on every rank, for the first of some named values that is another one on
+    some rank than on rank 0. ``right``, or else ``default``, says what would be right."""
     if world_size() == 1:
         return
     (machine, expected), *others = all_gather_object((os.uname().nodename, dict(values)))
     for number, (elsewhere, mine) in enumerate(others, start=1):
         for name in expected | mine:
             if mine.get(name) != expected.get(name):
-                raise ErrorOnAllRanks(
+                raise UserError(
                     f"{name}: {mine.get(name)!s:.40} in rank {number} (on {elsewhere}), "
-                    f"{expected.get(name)!s:.40} in rank 0 (on {machine}): {right}"
+                    f"{expected.get(name)!s:.40} in rank 0 (on {machine}): "
+                    f"{right.get(name, default)}"
                 )
 
 
@@ -193,25 +284,6 @@ def is_lost(error: Exception) -> bool:
     if world_size() == 1 or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, _group().DistError) or "gloo" in str(error)
-
-
-def _together(work: Callable[[], T]) -> T:
-    """Calls ``work`` on every rank. Raises ErrorOnAllRanks on all of them for a mistake of any."""
-    made, mistake = None, None
-    try:
-        made = work()
-    except ErrorOnAllRanks:
-        raise
-    except Exception as error:
-        mistake = mistake_of(error)
-        if mistake is None:
-            raise
-        if not is_main():
-            mistake = f"rank {rank()}: {mistake}"
-    mistakes = [said for said in all_gather_object(mistake) if said is not None]
-    if mistakes:
-        raise ErrorOnAllRanks(mistakes[0])
-    return made  # type: ignore[return-value]
 
 
 def data_parallel(losses: nn.Module) -> nn.Module:

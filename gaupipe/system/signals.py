@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing import parent_process, resource_tracker
+from multiprocessing import active_children, parent_process, resource_tracker, util
 from types import FrameType
 from typing import Any
 
@@ -48,7 +48,9 @@ class Pauses:
     def __init__(self, minutes: float | None = None) -> None:
         """A checkpoint is due so many ``minutes`` after the last, by the clock of rank 0; None is
         never."""
-        self.seconds = None if minutes is None else 60 * minutes
+        self.seconds: float | None = None
+        if minutes is not None:
+            self.seconds = 60 * minutes
         self.received: int | None = None
         """The signal that this process has received."""
         self.signal: int | None = None
@@ -60,7 +62,7 @@ class Pauses:
 
     def __enter__(self) -> Pauses:
         self.saved()
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # no other may set a handler
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._handlers[number] = signal.signal(number, self._receive)
@@ -77,7 +79,9 @@ class Pauses:
         """From now on signals do what they did before this was entered."""
         while self._handlers:
             number, handler = self._handlers.popitem()
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if handler is None:  # it was not set from Python, and Python cannot set it again
+                handler = signal.SIG_DFL
+            signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
@@ -92,8 +96,10 @@ class Pauses:
     def requests(self) -> list[float]:
         """The requests of this process, as numbers to be added up over ranks: [a checkpoint because
         of the clock, an end because of SIGINT, an end because of SIGTERM]."""
-        late = self.seconds is not None and time.monotonic() - self.since >= self.seconds
-        return [float(late and distributed.is_main()), *(self.received == n for n in SIGNALS)]
+        late = False
+        if self.seconds is not None and distributed.is_main():  # clocks of ranks differ
+            late = time.monotonic() - self.since >= self.seconds
+        return [float(late), *(float(self.received == number) for number in SIGNALS)]
 
     def take_sum(self, requests: Sequence[float]) -> None:
         """Takes the sum of the requests of all ranks."""
@@ -117,7 +123,8 @@ class Pauses:
 
     def saved(self) -> None:
         """Starts the clock again: there is a checkpoint."""
-        self.since, self.late = time.monotonic(), False
+        self.since = time.monotonic()
+        self.late = False
 
 
 @contextlib.contextmanager
@@ -132,6 +139,22 @@ def spared() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def kill_readers_at_exit() -> None:
+    """Before this process ends, it kills what is left of the processes that read its images.
+
+    multiprocessing would ask them with SIGTERM and wait. But they spare the first SIGTERM, and two
+    that come while it is blocked count as one: this process would wait for ever. torch has asked
+    them to end before.
+    """
+    util.Finalize(None, _kill_children, exitpriority=0)
+
+
+def _kill_children() -> None:
+    for process in active_children():
+        if process.daemon:
+            process.kill()
+
+
 def spare_worker(_number: int) -> None:
     """Called first in a process that reads images. It leaves Ctrl-C and the first SIGTERM to the
     process that trains, and ends with it. torch's own watch is on the fork server, which lives as
@@ -139,6 +162,7 @@ def spare_worker(_number: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    # only now: one that came while torch was imported is the first, and not the end
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 

@@ -72,13 +72,14 @@ class ImageState:
         """
         self.buckets = buckets
         self.lr = lr
+        # on the CPU whatever the model's device: all images together may not fit a GPU
         self.initial = initial.detach().to("cpu", torch.float32, copy=True).contiguous()
         self.initial_std = initial_std
         self.seed = seed
         self.steps = torch.zeros(buckets.images, dtype=torch.int32)
         words = record_words(self.initial.numel())
         if numbers is None:
-            numbers = buckets.of_rank()
+            numbers = buckets.rank_buckets()
         self.members = {number: buckets.members(number) for number in numbers}
         self.records = {
             number: Records(folder / f"bucket-{number:04d}", image_ids, words)
@@ -106,14 +107,14 @@ class ImageState:
         they were alone in ``torch.optim.Adam``. An image whose gradient is not finite, as float16
         makes it now and then, is left as it was. Raises UserError where it cannot be written.
         """
-        gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
+        gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)  # [B, R]
         finite = torch.isfinite(gradient).all(1)
         image_ids = image_ids[finite]
         gradient = gradient[finite]
         values = self._read(image_ids, record_words(self.initial.numel()))
         parameters, first, second = values.tensor_split(3, dim=1)  # views, stepped in place
         beta1, beta2 = BETAS
-        steps = self.steps[image_ids].add_(1)
+        steps = self.steps[image_ids].add_(1)  # a copy
         power = steps.double().unsqueeze(1)
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -140,7 +141,7 @@ class ImageState:
         its own buckets."""
         size = max(1, CHUNK_BYTES // (4 * self.initial.numel()))
         sha256s = {}
-        for number in self.buckets.of_rank():
+        for number in self.buckets.rank_buckets():
             digest = hashlib.sha256()
             for image_ids in torch.from_numpy(self.members[number]).split(size):
                 digest.update(np.ascontiguousarray(self.read(image_ids).numpy()).data)
@@ -169,7 +170,8 @@ class ImageState:
         by_bucket = {int(name.split(".")[2]): name for name in files}
         for number, records in self.records.items():
             path = folder / by_bucket[number]
-            mine = number in self.buckets.of_rank()
+            # a teacher that is only read has all buckets, and digests of all on all ranks take long
+            mine = number in self.buckets.rank_buckets()
             if not path.is_file() or (mine and digests.sha256(path) != files[path.name]):
                 raise UserError(
                     f"{path} is missing or damaged: restore it from a copy, or start afresh in "

@@ -68,11 +68,11 @@ class Records:
     def _read(self, into: Tensor, rows: Tensor, positions: Tensor) -> None:
         size = into.shape[1] * 4
         data = into.numpy().data.cast("B")
-        places = [*self._places(positions)]
+        sources = [*self._newest(positions)]
         if hasattr(os, "posix_fadvise"):  # macOS has none
-            for descriptor, offset in places:  # the disk looks for all of them at once
+            for descriptor, offset in sources:  # the disk looks for all of them at once
                 os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
-        for row, (descriptor, offset) in zip(rows.tolist(), places, strict=True):
+        for row, (descriptor, offset) in zip(rows.tolist(), sources, strict=True):
             start = row * size
             record = os.pread(descriptor, size, offset)
             if len(record) != size:
@@ -105,11 +105,11 @@ class Records:
                 self._mark()
             self.written[positions] = True
             self.doubtful[positions] = False
-            places = 1 - self.place[positions].numpy()
-            self.checksums[places, positions.numpy()] = checksums(records, rows)
+            others = 1 - self.place[positions].numpy()  # the committed record stays as it is
+            self.checksums[others, positions.numpy()] = checksums(records, rows)
             data = records.numpy().data.cast("B")
             size = self.words * 4
-            targets = self._places(positions)
+            targets = self._newest(positions)
             for row, (descriptor, offset) in zip(rows.tolist(), targets, strict=True):
                 start = row * size
                 written = os.pwrite(descriptor, data[start : start + size], offset)
@@ -147,7 +147,7 @@ class Records:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         commits = state["commits"]
-        if commits:
+        if commits:  # else nothing was ever written, and there need be no files
             self._check_files(commits)
         self.place.copy_(state["place"])
         self.written.zero_()
@@ -172,10 +172,10 @@ class Records:
                 f"needs those of checkpoint {commits}: they do not belong together"
             )
 
-    def _places(self, positions: Tensor) -> Iterator[tuple[int, int]]:
+    def _newest(self, positions: Tensor) -> Iterator[tuple[int, int]]:
         """(file descriptor, byte offset) of each image's newest record."""
-        places = self.place[positions] ^ self.written[positions]
-        for position, place in zip(positions.tolist(), places.tolist(), strict=True):
+        newest = self.place[positions] ^ self.written[positions]
+        for position, place in zip(positions.tolist(), newest.tolist(), strict=True):
             yield self._descriptors[place], position * self.words * 4
 
     def _open(self) -> None:

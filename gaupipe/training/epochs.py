@@ -57,7 +57,8 @@ class Loop:
     def save(self, epoch: Epoch, metrics: EpochMetrics) -> None:
         """Writes an epoch to ``folder``/metrics.jsonl and ``folder``/checkpoint, and tells the
         loggers. Raises Stopped then after a signal."""
-        state, pauses = self.update.state, self.update.pauses
+        state = self.update.state
+        pauses = self.update.pauses
         state.metrics.append(metrics)
         state.epoch = None
         if distributed.is_main():
@@ -124,10 +125,14 @@ class Epoch:
 
     def __init__(self, loop: Loop) -> None:
         state = loop.update.state
-        self.loop, self.number, self.first = loop, len(state.metrics), state.batches
-        """``first``: the number of the batch to begin with."""
-        self.batches, self.images = self.first, 0
-        self.started, self.processor_started = time.monotonic(), time.process_time()
+        self.loop = loop
+        self.number = len(state.metrics)
+        self.first = state.batches
+        """The number of the batch to begin with."""
+        self.batches = self.first
+        self.images = 0
+        self.started = time.monotonic()
+        self.processor_started = time.process_time()
         self.sums: dict[str, Tensor] = {}
         self._generators: dict[int, torch.Generator] = {}
         loop.steps.begin_line()
@@ -150,7 +155,8 @@ class Epoch:
     def add(self, images: int, **values: Tensor) -> None:
         """Ends a batch of this many images, with the means of its losses over them. Writes a
         checkpoint where one is due, and raises Stopped then after a signal."""
-        update, steps = self.loop.update, self.loop.steps
+        update = self.loop.update
+        steps = self.loop.steps
         for totals in (self, steps):
             totals.images += images
             for name, value in values.items():
@@ -172,7 +178,7 @@ class Epoch:
 
     def means(self) -> dict[str, float]:
         """The mean of each loss over the images of all ranks. The time of training ends here.
-        Raises ErrorOnAllRanks for a loss that is not finite."""
+        Raises UserError for a loss that is not finite."""
         self.loop.update.check()
         if distributed.world_size() > 1:
             self.images = int(distributed.all_reduce_sum(torch.tensor(self.images)))
@@ -202,7 +208,8 @@ class Epoch:
     def _save(self) -> None:
         """Writes a checkpoint. The time that this takes does not count."""
         self.loop.update.check()
-        began, processor_began = time.monotonic(), time.process_time()
+        began = time.monotonic()
+        processor_began = time.process_time()
         update = self.loop.update
         generators = {name: one.get_state() for name, one in self._generators.items()}
         sums = {name: total.cpu() for name, total in self.sums.items()}

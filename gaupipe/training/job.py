@@ -3,6 +3,7 @@ batches. Phase B adds a teacher's maps to the same loop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,9 @@ class Training:
         """A line about a training that has ended: which epoch is kept where, how good it is, and
         why the training ended early."""
         assert state.best
-        keep, best, last = self.train.keep, state.best["epoch"], len(state.metrics)
+        keep = self.train.keep
+        best = state.best["epoch"]
+        last = len(state.metrics)
         kept = best if keep == "best" else last
         accuracies = [entry["val_acc"] or 0.0 for entry in state.metrics]
         line = f"{folder / 'student'} is of epoch {kept}"
@@ -148,7 +151,8 @@ class Training:
 
     def is_over(self, state: TrainingState[VisionTransformer], metrics: EpochMetrics) -> bool:
         """True if the training ends early after an epoch with these ``metrics``."""
-        patience, since_best = self.train.patience, state.keep_best(metrics)
+        patience = self.train.patience
+        since_best = state.keep_best(metrics)  # also without patience: the best may be kept
         return patience is not None and since_best >= patience
 
 
@@ -176,8 +180,11 @@ class LabelLosses(nn.Module):
 
     def __init__(self, job: Training) -> None:
         super().__init__()
-        self.student, self.label_smoothing = job.student, job.train.label_smoothing
-        self.forward_student = torch.compile(job.student) if job.settings.compile else job.student
+        self.student = job.student
+        self.label_smoothing = job.train.label_smoothing
+        self.forward_student: Callable[..., Tensor] = job.student
+        if job.settings.compile:
+            self.forward_student = torch.compile(job.student)
 
     def forward(self, batch: Batch, gamma: float = 0.0) -> StepLosses:
         """Losses of a batch without a teacher; ``gamma`` is for those of phase B."""
@@ -238,9 +245,14 @@ def training_state(job: Training) -> TrainingState[VisionTransformer]:
     """The optimizer of a ViT and its schedule, freshly started."""
     steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
     optimizer, schedule = build_optimizer(job.student, job.train.optim, job.epochs, steps)
-    precision, identity = job.settings.precision, job.identity()
-    optim = job.train.optim
-    return TrainingState(job.student, optimizer, schedule, optim, precision, identity=identity)
+    return TrainingState(
+        job.student,
+        optimizer,
+        schedule,
+        job.train.optim,
+        job.settings.precision,
+        identity=job.identity(),
+    )
 
 
 def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:

@@ -40,7 +40,7 @@ def score_model(model: nn.Module, batches: Batches) -> Score:
     """:func:`score` of a model in eval mode over a split."""
     model.eval()
     with torch.inference_mode():
-        return score((model(batch.images), batch.labels) for batch in batches.of_rank())
+        return score((model(batch.images), batch.labels) for batch in batches.rank_batches())
 
 
 def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:

@@ -82,7 +82,8 @@ class TrainingState(Generic[Network]):
             within = f"_{self.batches:07d}" if self.epoch else ""
             self.per_image.commit()
             per_image = self.per_image.save(folder, f"{len(self.metrics):04d}{within}")
-        distributed.on_main(lambda: self._write(folder, per_image))
+        if distributed.is_main():  # no rank saves again before all have exchanged a loss
+            self._write(folder, per_image)
 
     def remove_superseded(self, folder: Path) -> None:
         """Deletes files of earlier and of killed saves."""
@@ -138,7 +139,8 @@ class TrainingState(Generic[Network]):
                     f"{folder} was started with {name} {old}, now it is {new}: change it back, or "
                     "start afresh in another --run-dir"
                 )
-        metrics, finished = state["metrics"], state["finished"]
+        metrics = state["metrics"]
+        finished = state["finished"]
         if not isinstance(finished, bool) or (finished and not metrics):
             raise ValueError("it does not say which epochs are done")
         self.modules.load_state_dict(state["modules"])
@@ -148,8 +150,10 @@ class TrainingState(Generic[Network]):
             self.ema.load_state_dict(state["ema"])
         if self.per_image is not None:
             self.per_image.load(folder, state["rows"])
-        self.metrics, self.finished = metrics, finished
-        self.epoch, self.best = state["epoch"], state["best"]
+        self.metrics = metrics
+        self.finished = finished
+        self.epoch = state["epoch"]
+        self.best = state["best"]
 
 
 def val_acc(metrics: EpochMetrics) -> float:

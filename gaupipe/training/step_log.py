@@ -42,14 +42,18 @@ class StepLog:
     """
 
     def __init__(self, settings: Settings, folder: Path, update: Update, batches: Batches) -> None:
-        self.folder, self.update, self.batches = folder, update, batches
-        self.settings, self.every = settings, settings.log.every
+        self.folder = folder
+        self.update = update
+        self.batches = batches
+        self.settings = settings
+        self.every = settings.log.every
         self._loggers: list[Any] = []
 
     def __enter__(self) -> StepLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.update.log_norm = bool(self.every)
-        distributed.on_main(self._open)
+        if distributed.is_main():
+            self._open()
         return self
 
     def _open(self) -> None:
@@ -73,9 +77,12 @@ class StepLog:
 
     def begin_line(self) -> None:
         """The next batch is the first of a line."""
-        self.images, self.sums = 0, dict[str, Tensor]()
-        """Images of the line so far, and the sums of their losses."""
-        self._since, self._waited = time.monotonic(), dict(self.batches.waited)
+        self.images = 0
+        """Images of the line so far."""
+        self.sums: dict[str, Tensor] = {}
+        """The sums of their losses."""
+        self._since = time.monotonic()
+        self._waited = dict(self.batches.waited)
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
         """Tells the loggers the metrics of an epoch."""
@@ -92,14 +99,13 @@ class StepLog:
             return
         seconds = max(time.monotonic() - self._since, 1e-9)
         waited = {name: now - self._waited[name] for name, now in self.batches.waited.items()}
-        norm = self.update.grad_norm
-        values = {
-            **{name: (total / self.images).item() for name, total in self.sums.items()},
-            "lr": self.update.state.lr,
-            **({} if norm is None else {"grad_norm": float(norm)}),
-            "images_per_s": round(self.images * distributed.world_size() / seconds, 1),
-            **{f"waits_{name}": round(spent / seconds, 4) for name, spent in waited.items()},
-        }
+        values = {name: (total / self.images).item() for name, total in self.sums.items()}
+        values["lr"] = self.update.state.lr
+        if self.update.grad_norm is not None:
+            values["grad_norm"] = float(self.update.grad_norm)
+        values["images_per_s"] = round(self.images * distributed.world_size() / seconds, 1)
+        for name, spent in waited.items():
+            values[f"waits_{name}"] = round(spent / seconds, 4)
         step = self.update.batch
         finite = {  # JSON has no infinity, which a first step in float16 may bring
             name: value if math.isfinite(value) else None for name, value in values.items()
@@ -117,8 +123,11 @@ class StepLog:
 
 def remove_later(path: Path, step: int) -> None:
     """Removes the lines of a steps.jsonl after ``step``, and a half-written one."""
+    written = ""
+    if path.is_file():
+        written = path.read_text(errors="replace")
     lines = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for line in written.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
                 lines.append(line + "\n")

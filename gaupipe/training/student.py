@@ -33,7 +33,7 @@ def build_student(
         changes = ("model.student_args", model.student_args)
         student = build_vit(model, data, model.attention, device, changes, **options)
     if train.patch_drop_rate:
-        if any(hasattr(module, "places") for module in student.modules()):
+        if any(hasattr(module, "positions") for module in student.modules()):
             raise UserError(
                 "train.patch_drop_rate: should be 0 for a student with Gaussians or rotary "
                 "positions, which have a place for every token"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
 from gaupipe.system.signals import Pauses
 from gaupipe.training.state import TrainingState
 
@@ -26,7 +27,9 @@ class Update:
     def __init__(self, state: TrainingState[Any], steps: int, pauses: Pauses | None = None) -> None:
         """``steps`` is the number of batches in an epoch. ``pauses`` learn with each batch what
         the other ranks request."""
-        self.state, self.steps, self.pauses = state, steps, pauses or Pauses()
+        self.state = state
+        self.steps = steps
+        self.pauses = pauses or Pauses()
         self.losses: nn.Module | None = None
         self.batch = len(state.metrics) * steps + state.batches
         self.stepped = False
@@ -54,10 +57,10 @@ class Update:
         """The context of a forward pass: autocast, and no exchange of gradients before the last of
         the accumulated batches."""
         dtype = getattr(torch, self.state.precision)
-        waits: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        exchange: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if isinstance(self.losses, DistributedDataParallel) and not self._steps_now():
-            waits = self.losses.no_sync()
-        with waits, torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            exchange = self.losses.no_sync()  # DDP decides in the forward pass what backward does
+        with exchange, torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
             yield
 
     def _steps_now(self) -> bool:
@@ -68,8 +71,9 @@ class Update:
     def __call__(self, loss: Tensor, weight: float = 1.0) -> float:
         """The backward pass of one batch's loss, the mean over its images on this rank, of that
         :attr:`~gaupipe.data.batches.Batch.weight`. Returns the number by which the loss was
-        multiplied before it went back. Raises ErrorOnAllRanks as :meth:`check`."""
-        state, accumulate = self.state, self.state.optim.accumulate
+        multiplied before it went back. Raises UserError as :meth:`check`."""
+        state = self.state
+        accumulate = state.optim.accumulate
         step = self.batch % self.steps
         state.schedule.step_update(self.batch)
         if weight != 1.0:
@@ -89,23 +93,23 @@ class Update:
         return scale
 
     def check(self) -> None:
-        """Raises ErrorOnAllRanks for the first loss since the last call that is not finite in the
-        mean over ranks. What the steps after it have made of the parameters must not be saved, so
-        this belongs before every checkpoint. Collective."""
+        """Raises UserError, on every rank, for the first loss since the last call that is not
+        finite in the mean over ranks. What the steps after it have made of the parameters must not
+        be saved, so this belongs before every checkpoint. Collective."""
         if not self.unchecked:
             return
         losses, rates = zip(*self.unchecked, strict=True)
         self.unchecked.clear()
-        of_world = distributed.all_reduce_sum(torch.stack(losses)) / distributed.world_size()
+        means = distributed.all_reduce_sum(torch.stack(losses)) / distributed.world_size()
         first = self.batch - len(losses)
-        for batch, (loss, lr) in enumerate(zip(of_world.tolist(), rates, strict=True), first):
+        for batch, (loss, lr) in enumerate(zip(means.tolist(), rates, strict=True), first):
             if not math.isfinite(loss):
                 epoch, step = divmod(batch, self.steps)
                 where = f"in epoch {epoch + 1}, step {step + 1} of {self.steps}"
                 clip = self.state.optim.clip_grad
-                of = f"lr {lr:.3g}, {self.state.precision}, clip_grad {clip}"
-                raise distributed.ErrorOnAllRanks(
-                    f"the loss is {loss} {where} ({of}): lower optim.lr or raise "
+                how = f"lr {lr:.3g}, {self.state.precision}, clip_grad {clip}"
+                raise UserError(
+                    f"the loss is {loss} {where} ({how}): lower optim.lr or raise "
                     "optim.warmup_epochs, and where it is the first step model.init_std; "
                     "the last checkpoint is kept"
                 )
@@ -113,7 +117,7 @@ class Update:
     def _step(self) -> None:
         state = self.state
         if state.optim.clip_grad is not None:
-            state.scaler.unscale_(state.optimizer)
+            state.scaler.unscale_(state.optimizer)  # the norm is of the true gradients
             self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
         elif self.log_norm:
             gradients = [one.grad for one in self.parameters if one.grad is not None]

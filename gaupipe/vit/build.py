@@ -45,8 +45,8 @@ def build_vit(
             model.name, attention=attention, **{**sizes, **args}, **options, **placed
         )
         assert isinstance(vit, VisionTransformer)  # no other model of timm's takes an attention
-        of_patches = setting if "patch_size" in changed else "model.args"
-        _check_patches(vit.patch_embed.patch_size, data.image_size, of_patches)
+        source = setting if "patch_size" in changed else "model.args"
+        _check_patches(vit.patch_embed.patch_size, data.image_size, source)
         start_weights(vit, model)
     except UserError:
         raise

@@ -109,7 +109,7 @@ class RotaryNorm(nn.Module):
     that grow with the row (first half) and the column (second half) of the token on the grid (h,
     w)."""
 
-    places: Tensor
+    positions: Tensor
 
     def __init__(self, norm: RmsNorm, grid: tuple[int, int]) -> None:
         super().__init__()
@@ -120,10 +120,10 @@ class RotaryNorm(nn.Module):
                 f"a JiT turns the channels of a head by fours: embed_dim / num_heads is {width}"
             )
         sin, cos = build_rotary_pos_embed(list(grid), dim=width, in_pixels=False, device=device)
-        self.register_buffer("places", torch.cat([sin, cos], dim=-1), persistent=False)
+        self.register_buffer("positions", torch.cat([sin, cos], dim=-1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return apply_rot_embed_cat(self.norm(x), self.places)
+        return apply_rot_embed_cat(self.norm(x), self.positions)
 
 
 class JiT(GauViT):

@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from gaupipe import __version__
 from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
 from stages.begin import import_file
 from stages.cli.options import option, parse_path, untyped
 
@@ -56,7 +57,7 @@ def root(
     elif context.invoked_subcommand is None:
         context.get_help()
     elif distributed.world_size() > 1 and context.invoked_subcommand not in IN_A_WORLD:
-        raise distributed.ErrorOnAllRanks(
+        raise UserError(
             f"{context.invoked_subcommand} is a job for one process: start it without "
             f"torchrun, which is for {', '.join(IN_A_WORLD)}"
         )

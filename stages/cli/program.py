@@ -6,13 +6,13 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from typing import Any, NoReturn
 
 import typer
 
 from gaupipe.system import distributed
-from gaupipe.system.errors import Stopped, mistake_of
-from gaupipe.system.terminal import fitted
+from gaupipe.system.errors import Stopped, mistake_of, one_line
 from stages.cli import look, measure, share, train  # noqa: F401  (their commands join the app)
 from stages.cli.app import app
 from stages.cli.hints import say
@@ -41,8 +41,9 @@ def main() -> None:
     here = distributed.launch()
     if here.rank:  # results are rank 0's
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
+    watch = None
     try:
-        with distributed.process_group():
+        with distributed.process_group() as watch:
             code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130 and here.rank == 0:
             if name_of_command() in CONTINUE:
@@ -51,28 +52,24 @@ def main() -> None:
                 say("interrupted")
         end(code)
     except UsageError as error:
-        fail(
-            f"{error.format_message().replace('Value error, ', '')} "
-            f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)",
-            all_ranks=True,
-        )
+        shown = f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)"
+        fail(f"{error.format_message().replace('Value error, ', '')} {shown}", watch)
     except Stopped as stopped:
         say(how_far(stopped, here.world_size > 1), again())
         end(128 + stopped.number)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
-    except distributed.ErrorOnAllRanks as error:
-        fail(str(error), all_ranks=True)
     except Exception as error:
         if distributed.is_lost(error):
-            reason = str(error).splitlines()[0]
-            print(f"gaupipe: rank {here.rank}: another rank has ended: {reason}", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(1)  # threads of torch may still wait for that rank
-        if (mistake := mistake_of(error)) is None:
+            fail(f"another rank has ended: {str(error).splitlines()[0]}", watch, code=1)
+        mistake = mistake_of(error)
+        if mistake is not None:
+            fail(mistake, watch)
+        if watch is None:
             raise
-        fail(f"rank {here.rank}: {mistake}" if here.world_size > 1 else mistake)
+        traceback.print_exc()
+        fail(one_line(error), watch, code=1)
 
 
 def how_far(stopped: Stopped, in_a_world: bool) -> str:
@@ -98,11 +95,12 @@ def again() -> list[str]:
     return ["gaupipe", *arguments]
 
 
-def fail(mistake: str, all_ranks: bool = False) -> None:
-    """Ends with exit code 2. What ``all_ranks`` have met is said by the first alone."""
-    if not all_ranks or distributed.launch().rank == 0:
-        print(fitted(f"gaupipe: {' '.join(mistake.split())}", sys.stderr), file=sys.stderr)
-    end(2)
+def fail(mistake: str, watch: distributed.Watch | None, code: int = 2) -> NoReturn:
+    """Ends with an exit code, in a world all ranks, and says why in one line."""
+    if watch is not None:
+        watch.end_all(mistake, code)
+    distributed.say(mistake)
+    end(code)
 
 
 def end(code: int | None) -> NoReturn:

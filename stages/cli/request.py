@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def find_run(run_dir: Path | None, how: str = "--run-dir names another") -> Path
     if run_dir is None:
         from stages.runs.directory import last_used
 
-        run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
+        run_dir = last_used().path
         say(f"{run_dir} (the run used last; {how})")
     check_paths(run_dir=run_dir)
     return run_dir
@@ -148,7 +147,7 @@ def read_settings(
         config = "digits" if config is None else config
         named = [] if student is None else [f"model.attention={student}"]
         given = [*(overrides or []), *named]
-        settings = distributed.main_first(lambda: load(config, given))
+        settings = load(config, given)
         if teacher is not None:
             settings = for_teacher(config, given, settings)
         return settings, run_dir or Path("runs") / Path(config).stem
@@ -163,8 +162,9 @@ def read_settings(
 
     name = os.path.basename(os.path.abspath(data)).removesuffix(".tar")
     folder = run_dir or Path("runs") / (name or "images")
-    choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)
-    settings, lines = distributed.broadcast(distributed.on_main(choose))
+    settings, lines = distributed.from_main(
+        lambda: settings_for(data, overrides or [], folder, student, plain=plain)
+    )
     if distributed.is_main():
         say_choices(lines)
     return settings, folder
@@ -179,8 +179,7 @@ def for_teacher(config: str, given: list[str], settings: Any) -> Any:
     with begins(f"looks at {settings.phase_a.teacher}"):
         from stages.runs.trained_teacher import with_trained_teacher
 
-    choose = partial(with_trained_teacher, config, given, settings)
-    settings, lines = distributed.broadcast(distributed.on_main(choose))
+    settings, lines = distributed.from_main(lambda: with_trained_teacher(config, given, settings))
     if distributed.is_main():
         say_choices([f"  {line}" for line in lines])
     return settings

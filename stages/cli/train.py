@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from stages.begin import check_paths
 from stages.cli.app import command
@@ -177,8 +176,8 @@ def export_maps(
         if (url := stage.run(run_dir, kind, out=out, **options)) is not None:
             print(url)
         return
-    of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
-    for name in (name for name, value in of_run.items() if value):
+    run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+    for name in (name for name, value in run_options.items() if value):
         raise UserError(f"--{name}: belongs to a run: leave it out with --model")
     if out is None:
         raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
@@ -261,7 +260,7 @@ def train(
     overrides = with_model(overrides, "model.name", model, download)
     from gaupipe.settings.load import check_plain
 
-    distributed.main_first(lambda: check_plain(names_of_settings(overrides)))
+    check_plain(names_of_settings(overrides))
     settings, folder = read_settings(config, overrides, run_dir, data, student, plain=True)
     from stages.runs.directory import RunDirectory
 

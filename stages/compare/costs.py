@@ -28,7 +28,7 @@ from gaupipe.distillation.vit_teacher import build_model
 from gaupipe.settings import Settings
 from gaupipe.system.progress import EpochMetrics, epochs_in
 from stages import phase_a, phase_b
-from stages.compare.trainings import Training, as_teacher
+from stages.compare.trainings import RowTraining, as_teacher
 
 FORWARDS = 3
 """Forward passes that a training step counts as: backward there are two products for each one."""
@@ -48,7 +48,7 @@ def multiply_adds(work: Callable[[], Any]) -> int:
     return counter.get_total_flops() // 2
 
 
-def student_costs(training: Training, metrics: list[EpochMetrics]) -> Costs:
+def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
     """``parameters`` of a trained student, and ``multiply_adds`` and ``processor_seconds`` of its
     epochs, which have the entries ``metrics``."""
     settings = training.settings.model_copy(update={"compile": False})
@@ -80,7 +80,9 @@ def student_costs(training: Training, metrics: list[EpochMetrics]) -> Costs:
     }
 
 
-def phase_a_costs(training: Training, metrics: list[EpochMetrics], export_seconds: float) -> Costs:
+def phase_a_costs(
+    training: RowTraining, metrics: list[EpochMetrics], export_seconds: float
+) -> Costs:
     """``multiply_adds`` and ``processor_seconds`` of the teacher's epochs, which have the entries
     ``metrics``, and of the export of its maps for this training."""
     settings = as_teacher(training.settings)

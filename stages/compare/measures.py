@@ -1,8 +1,8 @@
 """Arithmetic of a comparison, without files: means over seeds, epochs to an accuracy, which
 differences the seeds decide, and fronts of accuracy over cost.
 
-A run is a finished training as :meth:`stages.compare.trainings.Training.read` returns it. A curve
-is the validation accuracy after each epoch.
+A run is a finished training as :meth:`stages.compare.trainings.RowTraining.read` returns it. A
+curve is the validation accuracy after each epoch.
 """
 
 from __future__ import annotations

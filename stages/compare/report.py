@@ -9,7 +9,7 @@ from typing import Any
 from gaupipe.system.errors import UserError
 from stages.compare.measures import Spread, differences, first_passages, front, spread
 from stages.compare.rows import BASELINE
-from stages.compare.trainings import Training
+from stages.compare.trainings import FinishedTraining, RowTraining
 
 SHARES = (0.95, 0.98, 1.0)
 """Shares of the reference's final accuracy, on the same seed, at which rows are compared by
@@ -17,8 +17,8 @@ default."""
 
 
 def report(
-    trainings: Sequence[Sequence[Training]],
-    outcomes: Mapping[Path, dict[str, Any] | str],
+    trainings: Sequence[Sequence[RowTraining]],
+    outcomes: Mapping[Path, FinishedTraining | str],
     targets: Sequence[float] = (),
 ) -> dict[str, Any]:
     """All results of a comparison. Scripts read the keys.
@@ -59,7 +59,7 @@ def report(
     return {"reference": BASELINE, "rows": rows}
 
 
-def _row(trainings: Sequence[Training], outcomes: Mapping[Path, Any]) -> dict[str, Any]:
+def _row(trainings: Sequence[RowTraining], outcomes: Mapping[Path, Any]) -> dict[str, Any]:
     """A row before it is compared with others."""
     row = trainings[0].row
     runs = [outcomes[training.folder] for training in trainings]

@@ -18,7 +18,7 @@ from gaupipe.settings import (
     PhaseBSettings,
     Settings,
 )
-from gaupipe.settings import load as config
+from gaupipe.settings.load import check_plain, parse, set_value
 from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
 
@@ -150,11 +150,11 @@ def resolve(row: Row, base: Settings) -> Settings:
     read get their defaults, so that they do not name another training. Raises UserError for a name
     that is no setting."""
     if row.plain:
-        config.check_plain(row.settings, f"{row.name}:")
+        check_plain(row.settings, f"{row.name}:")
     tree = base.with_training(distilled=not row.plain).model_dump(mode="json")
     for name, value in row.settings.items():
-        config.set_value(tree, name, value, row.name)
-    settings = config.parse(tree, row.name).with_training(distilled=not row.plain)
+        set_value(tree, name, value, row.name)
+    settings = parse(tree, row.name).with_training(distilled=not row.plain)
     settings = settings.with_section("train", keep="last")  # the epoch of the tables
     if row.plain:
         unused = {

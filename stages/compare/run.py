@@ -25,7 +25,7 @@ from stages import phase_a
 from stages.compare.figures import draw
 from stages.compare.report import report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows
-from stages.compare.trainings import Training
+from stages.compare.trainings import RowTraining
 from stages.compare.workers import train
 from stages.phase_a import local
 from stages.phase_a import trained_vit as trained_teacher
@@ -83,11 +83,11 @@ def run(
 
 def plan(
     rows: Sequence[Row], base: Settings, seeds: Sequence[int], run_dir: Path, test: bool = False
-) -> list[list[Training]]:
+) -> list[list[RowTraining]]:
     """For each row its training with each seed. Raises UserError for a row that cannot be run."""
     loaded: dict[str, ImageData] = {}
 
-    def row_trainings(row: Row) -> list[Training]:
+    def row_trainings(row: Row) -> list[RowTraining]:
         settings = settled(resolve(row, base))
         name = settings.data.model_dump_json()
         if name not in loaded:  # most rows have the same images
@@ -97,7 +97,7 @@ def plan(
             raise UserError(f"--test: data set {data.name} has no test split")
         settings = checked(row, settings, data)
         return [
-            Training(
+            RowTraining(
                 row=row,
                 settings=settings.model_copy(update={"seed": seed}),
                 root=run_dir,

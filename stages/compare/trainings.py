@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from gaupipe.distillation.export import drawing, is_complete
 from gaupipe.settings import Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics
 from stages.compare.rows import Row
@@ -23,8 +24,27 @@ COSTS_FILE = "costs.json"
 TEST_FILE = "test.json"
 """Beside a student: its score on the test split."""
 
-CURVES = ("val_acc", "val_loss", "loss_hard", "seconds")
-"""Metrics of which the results have the value after each epoch."""
+
+class ScoresOnTest(TypedDict):
+    """What is read of :data:`TEST_FILE`."""
+
+    top1: float
+    test_sha256: str | None
+
+
+class FinishedTraining(TypedDict):
+    """A training in the results. The lists have the value after each epoch."""
+
+    seed: int
+    folder: str
+    phase_a_epochs: int
+    test_acc: float | None
+    val_acc: list[float | None]
+    val_loss: list[float | None]
+    loss_hard: list[float | None]
+    seconds: list[float]
+    costs: Mapping[str, float]
+    phase_a_costs: Mapping[str, float] | None
 
 
 def as_teacher(settings: Settings) -> Settings:
@@ -36,7 +56,7 @@ def as_teacher(settings: Settings) -> Settings:
 def digest(settings: Settings, *more: Any) -> str:
     """A training's name, made of all settings that change its result, also of those that have their
     default, and of what counts besides: the sha256 of the data set first of all."""
-    described = config.flatten(settings, Scope.ANYTIME)
+    described = flatten(settings, Scope.ANYTIME)
     return _sha256([described, *more])
 
 
@@ -45,7 +65,7 @@ def _sha256(value: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class RowTraining:
     """One row trained with one seed. The names of its folders in ``root`` are made of its
     settings, so that the same training is found again, whichever comparison asks for it."""
 
@@ -96,33 +116,38 @@ class Training:
         written = (self.folder / COSTS_FILE).is_file() and kept_epochs.finished(self.folder)
         return written and (self.test_sha256 is None or self.test_scores() is not None)
 
-    def test_scores(self) -> dict[str, Any] | None:
+    def test_scores(self) -> ScoresOnTest | None:
         """The content of :data:`TEST_FILE`; None where there is none of these test images."""
         path = self.folder / TEST_FILE
-        scores: dict[str, Any] = {}
-        if path.is_file():
-            scores = json.loads(path.read_bytes())
-        if scores.get("test_sha256") != self.test_sha256:
+        if not path.is_file():
+            return None
+        scores: ScoresOnTest = json.loads(path.read_bytes())
+        if scores["test_sha256"] != self.test_sha256:
             return None
         return scores
 
-    def read(self) -> dict[str, Any]:
-        """Reads the finished training from its files, as JSON values: the :data:`CURVES`, and what
-        it has cost. Raises UserError where the files are not of one training."""
+    def read(self) -> FinishedTraining:
+        """Reads the finished training from its files, as JSON values: its curves, and what it
+        has cost. Raises UserError where the files are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.entry(self.folder, len(metrics))
         phase_a: list[EpochMetrics] = []
         if not self.row.plain:
             phase_a = read_metrics(self.folder / "phase_a.jsonl")
         costs = json.loads((self.folder / COSTS_FILE).read_text())
-        scores = self.test_scores() or {}
-        curves = {name: [dict(entry)[name] for entry in metrics] for name in CURVES}
+        scores = self.test_scores()
+        test_acc = None
+        if scores is not None:
+            test_acc = scores["top1"]
         return {
             "seed": self.settings.seed,
             "folder": str(self.folder.relative_to(self.root)),
             "phase_a_epochs": epochs_in(phase_a),
-            "test_acc": scores.get("top1"),
-            **curves,
+            "test_acc": test_acc,
+            "val_acc": [entry["val_acc"] for entry in metrics],
+            "val_loss": [entry["val_loss"] for entry in metrics],
+            "loss_hard": [entry["loss_hard"] for entry in metrics],
+            "seconds": [entry["seconds"] for entry in metrics],
             "costs": costs["student"],
             "phase_a_costs": costs["phase_a"],
         }

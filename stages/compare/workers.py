@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -23,7 +22,7 @@ from rich.progress import Progress
 
 import store
 from gaupipe.data.splits import load_data
-from gaupipe.settings import load as config
+from gaupipe.settings.load import dump
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -31,15 +30,21 @@ from gaupipe.system.progress import EpochMetrics, epochs_in, total_seconds
 from stages import evaluate, export, phase_a, phase_b
 from stages.begin import import_file
 from stages.compare import costs
-from stages.compare.trainings import COSTS_FILE, TEST_FILE, Training, as_teacher
+from stages.compare.trainings import (
+    COSTS_FILE,
+    TEST_FILE,
+    FinishedTraining,
+    RowTraining,
+    as_teacher,
+)
 
-Job = Callable[[list[Training]], str]
+Job = Callable[[list[RowTraining]], str]
 """Work for some trainings; returns a line on the result, which may be empty."""
 
 
 def train(
-    trainings: Iterable[Training], jobs: int, imports: Sequence[Path] = ()
-) -> dict[Path, dict[str, Any] | str]:
+    trainings: Iterable[RowTraining], jobs: int, imports: Sequence[Path] = ()
+) -> dict[Path, FinishedTraining | str]:
     """By the folder of each training its run, or why it failed. Finished trainings are read, not
     trained again. Others are trained in this process, or in ``jobs`` processes at once, which
     import the user's files ``imports``. Shows a bar, and a line for each training that ends."""
@@ -102,9 +107,9 @@ def _pool(
             raise
 
 
-def _by_teacher(trainings: list[Training]) -> list[list[Training]]:
+def _by_teacher(trainings: list[RowTraining]) -> list[list[RowTraining]]:
     """Groups the trainings that learn from a teacher by their teacher."""
-    groups: dict[Path, list[Training]] = {}
+    groups: dict[Path, list[RowTraining]] = {}
     for training in trainings:
         if not training.row.plain:
             groups.setdefault(training.teacher.path, []).append(training)
@@ -129,7 +134,7 @@ def _start_worker(jobs: int, imports: Sequence[Path]) -> None:
         import_file(file)
 
 
-def _teach(group: list[Training]) -> str:
+def _teach(group: list[RowTraining]) -> str:
     """Phase A of the teacher that the whole group learns from, and every store the group reads."""
     stores = {training.maps: training for training in group if not training.exported}
     if not stores:
@@ -148,7 +153,7 @@ def _teach(group: list[Training]) -> str:
     return line
 
 
-def _export(training: Training, metrics: list[EpochMetrics]) -> None:
+def _export(training: RowTraining, metrics: list[EpochMetrics]) -> None:
     """Writes the store of a training, and beside it the costs of phase A with this export."""
     began = time.process_time()
     settings = training.settings
@@ -158,7 +163,7 @@ def _export(training: Training, metrics: list[EpochMetrics]) -> None:
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
 
 
-def _train(group: list[Training]) -> str:
+def _train(group: list[RowTraining]) -> str:
     """One training, into its folder, beside a copy of its teacher's metrics."""
     (training,) = group
     folder = training.folder
@@ -167,7 +172,7 @@ def _train(group: list[Training]) -> str:
     teacher = None
     phase_a_costs = {}
     with _logged(folder / "log.txt"):
-        write_whole(folder / "config.yaml", config.dump(settings))
+        write_whole(folder / "config.yaml", dump(settings))
         if not training.row.plain:
             teacher = training.teacher
             phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
@@ -192,7 +197,7 @@ def _logged(log: Path) -> Iterator[None]:
         yield
 
 
-def score_test_split(training: Training) -> evaluate.Metrics:
+def score_test_split(training: RowTraining) -> evaluate.Metrics:
     """Scores a finished student on the test split."""
     data = load_data(training.settings.data)
     student = timm.create_model(f"local-dir:{training.folder / 'student'}", pretrained=True).eval()

@@ -23,6 +23,7 @@ from gaupipe.data.sources import images_with_labels
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.losses import feature_loss, patch_map
+from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
@@ -119,10 +120,9 @@ def run(
         return student, data, open_maps(student, data)
 
     student, data, maps = distributed.main_first(load)
-    ranks.check_same(student.settings, data)
+    weights = student.folder / "student"
+    ranks.check_same(student.settings, data, {f"{weights}, sha256": saved_sha256(weights)})
     images = getattr(data, split)
-    same = {f"{student.folder / 'student'}, sha256": saved_sha256(student.folder / "student")}
-    distributed.check_same(same, "should be the same student everywhere")
     logits, labels = predictions(student.model, images, data, student.settings)
     teacher: BesideTeacher = {}
     if folder is None:
@@ -203,10 +203,14 @@ def beside_teacher(
     phase = run.settings().phase_a
     if phase.learns_gaussians or run.teacher_digest() is None:
         return {}
-    if distributed.broadcast(student.has_other_teacher):
-        return {"no_teacher": "the student learned from another teacher than the run's"}
+
+    def load() -> TeacherJob:
+        if student.has_other_teacher:
+            raise UserError("the student learned from another teacher than the run's")
+        return phase_a.load(run, data)
+
     try:
-        job = distributed.main_first(lambda: phase_a.load(run, data))
+        job = distributed.main_first(load)
     except UserError as error:  # a folder that has moved, or weights that are no longer there
         return {"no_teacher": str(error)}
     teacher = job.teacher
@@ -235,7 +239,7 @@ def predictions(
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
     mine = [
         (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
-        for batch in batches.of_rank()
+        for batch in batches.rank_batches()
     ]
     parts = chain.from_iterable(distributed.all_gather_object(mine))
     ids, logits, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))

@@ -25,7 +25,7 @@ from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation import files, local
 from gaupipe.distillation.job import PhaseB
-from gaupipe.distillation.kinds import KINDS, StoredGaussians
+from gaupipe.distillation.kinds import MAP_KINDS, StoredGaussians
 from gaupipe.distillation.losses import without_keys
 from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
@@ -106,7 +106,7 @@ class StoredMaps:
         self.maps = maps
         self.views = maps.schema.extra.get("views")
         self.labelled = "files" not in maps.schema.extra
-        self._decode = KINDS[maps.schema.kind].reader(maps, CPU)
+        self._decode = MAP_KINDS[maps.schema.kind].reader(maps, CPU)
 
     def see(self, image: int, view: int = 0) -> ImageMaps:
         """The maps of an image, or of one of its views."""

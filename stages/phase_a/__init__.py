@@ -19,7 +19,7 @@ from gaupipe.teachers.gaussian import Teacher
 from stages.phase_a import local, trained_vit
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import opened_teacher, read_data, write_digest
+from stages.runs.opening import opened_teacher, read_data
 from stages.runs.resources import check_resources, make_plan
 
 
@@ -56,7 +56,7 @@ def run(
             return trained_vit.check(request, images, students)
         return check(request, images, run, students, force)
 
-    job = ranks.resolve(resolve)
+    job = ranks.resolve(resolve, run.path)
     if isinstance(job, local.LocalJob):
         return local.run(job, run, resume)
     if isinstance(job, TeacherTraining):
@@ -66,7 +66,10 @@ def run(
     state = training_state(job)
     with opened_teacher(run, job.settings, job.data, resume, state):
         train(job, state, run.phase_a)
-        write_digest(run, replace(job, teacher=state.kept))
+        if not distributed.from_main(run.teacher_sha256.is_file):
+            sha256 = replace(job, teacher=state.kept).sha256  # of the images of all ranks
+            if distributed.is_main():
+                run.write_teacher_digest(sha256)
     return state.metrics
 
 

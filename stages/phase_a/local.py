@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.local import described, local_maps, without_predictions
@@ -43,7 +42,8 @@ def run(job: LocalJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     accuracies."""
     path = run.phase_a / "metrics.jsonl"
     with opened_teacher(run, job.settings, job.data, resume):
-        distributed.on_main(partial(write_metrics, job, run))
+        if distributed.is_main():
+            write_metrics(job, run)
     return read_metrics(path)
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from functools import cache, partial
+from functools import cache
 
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.probe import check_probe, fit_probe
+from gaupipe.distillation.probe import check_probe, fit_probe, load_probe, source_of_probe
 from gaupipe.distillation.student import check_student
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import TeacherTraining, VitJob, build, build_model, measure
@@ -23,8 +23,9 @@ from gaupipe.teachers.vit import VitTeacher, parts_of_teachers, weights_of_patch
 from gaupipe.training.job import train, training_state
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.saving import save_student
+from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import opened_teacher, write_digest
+from stages.runs.opening import opened_teacher
 
 
 def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | TeacherTraining:
@@ -56,13 +57,9 @@ def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[EpochMetr
     with opened_teacher(run, job.settings, job.data, resume, state):
         train(job, state, run.phase_a)
         folder = run.phase_a / "teacher"
-
-        def saved() -> VitJob:
-            if distributed.is_main():
-                save_student(state.kept, folder, **job.data.data_config)
-            return build(job.settings, job.data, folder)
-
-        write_digest(run, distributed.main_first(saved))
+        if distributed.is_main():
+            save_student(state.kept, folder, **job.data.data_config)
+            run.write_teacher_digest(build(job.settings, job.data, folder).sha256)
     return state.metrics
 
 
@@ -70,29 +67,32 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Takes a teacher that was trained before into a run directory and scores it once. Returns the
     metrics: one entry, of epoch 0; without a head for the classes its validation accuracy is that
     of a linear probe."""
-    job.common_sha256()
+    ranks.check_same(job.settings, job.data, job.named_sha256())
     say_what_students_lack(job)
     if run.teacher_digest() is not None:
         check_unchanged(job, run)
     with opened_teacher(run, job.settings, job.data, resume):
         path = run.phase_a / "metrics.jsonl"
-        if not distributed.broadcast(path.is_file()):
+        if not distributed.from_main(lambda: path.is_file() and run.teacher_sha256.is_file()):
             started = time.monotonic()
             probe_where_others_are_predicted(job)
             metrics = measure(job, started)
             accuracy = metrics["val_acc"]
             if job.teacher.predicts and accuracy is not None:
                 say_own_head(job, accuracy)
-            path.parent.mkdir(exist_ok=True)
-            distributed.on_main(partial(write_whole, path, json.dumps(metrics) + "\n"))
-        write_digest(run, job)
-        return read_metrics(path)
+            if distributed.is_main():
+                path.parent.mkdir(exist_ok=True)
+                if job.probe is not None:
+                    job.probe.save(run.probe, source_of_probe(job))
+                write_whole(path, json.dumps(metrics) + "\n")
+                run.write_teacher_digest(job.sha256)
+    return read_metrics(path)
 
 
 def probe_where_others_are_predicted(job: TeacherJob) -> None:
-    """Gives a teacher that does not predict the classes of the data set a linear probe, and says
-    how good it is; or why there is none, where phase B can do without. Collective. Raises UserError
-    where phase B cannot."""
+    """Gives a teacher that does not predict the classes of the data set a linear probe, if it has
+    none yet, and says how good it is; or why there is none, where phase B can do without.
+    Collective. Raises UserError where phase B cannot."""
     vit, data = job.teacher, job.data
     if not isinstance(vit, VitTeacher) or vit.predicts:
         return
@@ -100,7 +100,8 @@ def probe_where_others_are_predicted(job: TeacherJob) -> None:
     other = f"its {classes} classes are not the" if classes else "has no head for the"
     start = f"gaupipe: {vit.name}: {other} {vit.num_classes} of {data.name}"
     try:
-        job.probe = fit_probe(job)
+        if job.probe is None:
+            job.probe = fit_probe(job)
     except UserError as error:
         if job.settings.phase_b.alpha:
             raise
@@ -144,12 +145,14 @@ def say_own_head(job: VitJob, accuracy: float) -> None:
 
 
 def load(run: RunDirectory, settings: Settings, data: ImageData) -> VitJob:
-    """The finished teacher of a run. Raises UserError where phase A has not finished, and for a
-    teacher that has changed since."""
+    """The finished teacher of a run, with its probe if it has one. Raises UserError where phase A
+    has not finished, and for a teacher that has changed since."""
     if run.teacher_digest() is None:
         raise unfinished(run)
     job = build(settings, data, run.phase_a / "teacher")
     check_unchanged(job, run)
+    if not job.teacher.predicts:
+        job.probe = load_probe(run.probe, source_of_probe(job))
     return job
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import store
 from gaupipe.distillation.export import stored_export
 from gaupipe.settings import PhaseASettings, Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import dump
 from gaupipe.settings.sections import LOCAL, Section
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
@@ -58,7 +58,7 @@ def run(
     with replaced(out) as folder:
         for file in STUDENT_FILES:
             shutil.copy(student.folder / "student" / file, folder)
-        (folder / "settings.yaml").write_text(config.dump(settings))
+        (folder / "settings.yaml").write_text(dump(settings))
         (folder / CARD).write_text(card, "utf-8")
     return out
 

@@ -12,7 +12,7 @@ from gaupipe.data.folder import place_of
 from gaupipe.data.sources import facts_of
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings, Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load_merged, parse, with_overrides
 from gaupipe.system.errors import UserError
 from stages.runs.choices import FEW_IMAGES, choose, fine_tuning, has_gpu, is_trained
 from stages.runs.directory import RunDirectory
@@ -40,11 +40,11 @@ def settings_for(
     run = RunDirectory(run_dir)
     if run.config.is_file():
         line = f"{run_dir}: goes on with the settings with which it began"
-        return _of_run(run, place, overrides), [line]
+        return _run_settings(run, place, overrides), [line]
     attention = [] if student is None else [f"model.attention={student}"]
-    valid = config.with_overrides({"phase_a": {"teacher": "vit"}}, [*overrides, *attention])
-    phase = config.parse(valid, "--set").phase_a  # before anything is chosen by it
-    given = config.with_overrides({}, [*overrides, *attention])
+    valid = with_overrides({"phase_a": {"teacher": "vit"}}, [*overrides, *attention])
+    phase = parse(valid, "--set").phase_a  # before anything is chosen by it
+    given = with_overrides({}, [*overrides, *attention])
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"--set data.{name}: --data {folder} says where the images are")
@@ -58,7 +58,7 @@ def settings_for(
     choices = choose(facts, place, has_gpu(given), given, sizes)
     if is_trained(phase.teacher):
         choose_start(choices, sizes)
-    settings = config.parse(choices.tree, "--set")
+    settings = parse(choices.tree, "--set")
     lines = [f"{folder}: {facts}"]
     if settings.model.name.startswith("gauvit_") and facts.images < FEW_IMAGES:
         lines.append("these are few images for a ViT from the start; first try a pretrained one:")
@@ -71,7 +71,7 @@ def settings_for(
     return settings, lines
 
 
-def _of_run(
+def _run_settings(
     run: RunDirectory, place: Mapping[str, str | None], overrides: Sequence[str]
 ) -> Settings:
     """The settings of a run that has begun, with its images in ``place``. Keywords of the user,
@@ -87,7 +87,7 @@ def _of_run(
             f"{run.path} holds a run on other images ({before.name}, data.root {before.root}); "
             "choose another --run-dir or remove it"
         )
-    settings = config.load_merged(run.config, overrides).with_section("data", root=root)
+    settings = load_merged(run.config, overrides).with_section("data", root=root)
     if gone:
         load_data(settings.data).check_split(run.split)
     return settings

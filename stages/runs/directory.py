@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gaupipe.settings import Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import changed, dump, flatten, load, parse, with_overrides
 from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
@@ -56,6 +56,11 @@ class RunDirectory:
         return self.phase_a / "teacher_sha256"
 
     @property
+    def probe(self) -> Path:
+        """The linear probe of a teacher that does not predict the classes of the data set."""
+        return self.phase_a / "probe.pt"
+
+    @property
     def maps(self) -> Path:
         return self.path / "maps.zarr"
 
@@ -81,6 +86,10 @@ class RunDirectory:
             )
         return text
 
+    def write_teacher_digest(self, sha256: str) -> None:
+        """Writes ``teacher_sha256``, last: phase A has finished."""
+        write_whole(self.teacher_sha256, sha256 + "\n")
+
     def student(self, name: str, distilled: bool = True) -> Path:
         """Folder of one student; the baseline's learned from the labels alone."""
         return self.path / ("phase_b" if distilled else "plain") / name
@@ -101,8 +110,8 @@ class RunDirectory:
         name.
         """
         if name is None:
-            of_phase_b = self.phase_a.exists() or self.students()
-            return bool(of_phase_b) or not self.students(distilled=False)
+            has_phase_b = self.phase_a.exists() or bool(self.students())
+            return has_phase_b or not self.students(distilled=False)
         check_name(name)
         return self.student(name).exists() or not self.student(name, distilled=False).exists()
 
@@ -115,14 +124,14 @@ class RunDirectory:
             )
         if not self.config.read_bytes().strip():  # not a run with all defaults
             raise UserError(f"{self.config} is empty: restore it from a copy, or start another run")
-        return config.load(self.config)
+        return load(self.config)
 
     def differences(self, name: str, distilled: bool = True) -> dict[str, object]:
         """{"a.b": value} of the settings in which a student differs from the run."""
         student = self.student_settings(name, distilled)
-        values = config.flatten(student)
-        changed = config.changed(self.settings(), student, Scope.ANYTIME)
-        return {key: values[key] for key in changed if key in values}
+        values = flatten(student)
+        names = changed(self.settings(), student, Scope.ANYTIME)
+        return {name: values[name] for name in names if name in values}
 
     def with_overrides(
         self, name: str, distilled: bool, overrides: Sequence[str]
@@ -131,9 +140,9 @@ class RunDirectory:
         student begins with those of the run. Raises UserError for a setting in which students of
         one teacher cannot differ."""
         before, folder = self.student_settings(name, distilled), self.student(name, distilled)
-        tree = config.with_overrides(before.model_dump(mode="json"), overrides)
-        settings = config.parse(tree, "--set")
-        for key in config.changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
+        tree = with_overrides(before.model_dump(mode="json"), overrides)
+        settings = parse(tree, "--set")
+        for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
             raise UserError(
                 f"--set {key}: belongs to the run, not to one student: start another run "
                 f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
@@ -152,7 +161,7 @@ class RunDirectory:
         recorded = self.student(name, distilled) / "config.yaml"
         if not recorded.is_file():
             return self.settings()
-        settings = config.load(recorded)
+        settings = load(recorded)
         if settings.data.root is None or os.path.exists(settings.data.root):
             return settings
         return settings.with_section("data", root=self.settings().data.root)
@@ -164,8 +173,8 @@ class RunDirectory:
             # each command names its student, and each export its store
             settings = settings.with_section("model", attention=old.model.attention)
             settings = settings.model_copy(update={"export": old.export})
-            for key in config.changed(old, settings, Scope.ANYTIME):
-                before, now = config.flatten(old).get(key), config.flatten(settings).get(key)
+            for key in changed(old, settings, Scope.ANYTIME):
+                before, now = flatten(old).get(key), flatten(settings).get(key)
                 raise UserError(
                     f"{self.path} holds a run with other settings ({key} is {before}, "
                     f"asked {now}); choose another --run-dir or remove it"
@@ -202,33 +211,33 @@ class RunDirectory:
         """Makes the folder and writes the resolved settings, in one step, and which images are in
         each split. Raises UserError as :meth:`check_free` does, and for other images than those
         that the run began with."""
-        from gaupipe.teachers.fine_tuning import weights_sha256  # with timm
-
         self.check_free(settings, resume)
         data.check_split(self.split)
-        self.check_weights(settings)
+        weights = self.check_weights(settings)
         self.follow(settings)
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
-            write_whole(self.config, config.dump(settings))
-        for sha256 in weights_sha256(settings.model.name).values():
-            write_whole(self.weights_sha256, sha256 + "\n")
+            write_whole(self.config, dump(settings))
+        if weights is not None and not self.weights_sha256.is_file():
+            write_whole(self.weights_sha256, weights + "\n")
         data.write_split(self.split)
 
-    def check_weights(self, settings: Settings) -> None:
-        """Raises UserError where the weights of a fine-tuning are not those that the run began
-        with: its students would have different starts."""
+    def check_weights(self, settings: Settings) -> str | None:
+        """The sha256 of the weights in a folder from which a fine-tuning starts, if it does. Raises
+        UserError where they are not those that the run began with: its students would have
+        different starts."""
         from gaupipe.teachers.fine_tuning import weights_sha256  # with timm
 
-        if not self.weights_sha256.is_file():
-            return
-        before = self.weights_sha256.read_bytes().strip()
         for sha256 in weights_sha256(settings.model.name).values():
-            if sha256.encode() != before:
-                raise UserError(
-                    f"{self.weights_sha256}: the weights in {settings.model.name} were others when "
-                    "the run began: put them back, or start another run with --run-dir"
-                )
+            if self.weights_sha256.is_file():
+                before = self.weights_sha256.read_bytes().decode(errors="replace").strip()
+                if sha256 != before:
+                    raise UserError(
+                        f"{self.weights_sha256}: the weights in {settings.model.name} were others "
+                        "when the run began: put them back, or start another run with --run-dir"
+                    )
+            return sha256
+        return None
 
     def follow(self, settings: Settings) -> None:
         """Writes down where the images of the settings are, if the folder that the run knows has
@@ -237,7 +246,7 @@ class RunDirectory:
             return
         before, root = self.settings(), settings.data.root
         if before.data.root and root != before.data.root and not os.path.exists(before.data.root):
-            write_whole(self.config, config.dump(before.with_section("data", root=root)))
+            write_whole(self.config, dump(before.with_section("data", root=root)))
 
     def load_data(self, settings: Settings, test: bool = False) -> ImageData:
         """The data set of the run's settings, or of one of its students'. Raises UserError for
@@ -251,7 +260,7 @@ class RunDirectory:
 
     def settled(self, settings: Settings) -> Settings:
         """The :func:`settled` settings of this run, with its number of buckets."""
-        return settled(settings, config.load(self.config) if self.config.is_file() else None)
+        return settled(settings, load(self.config) if self.config.is_file() else None)
 
     def with_baseline(self, settings: Settings, name: str) -> Settings:
         """The settings with the epochs of the baseline of this name. Where they leave these open,
@@ -261,7 +270,7 @@ class RunDirectory:
             return settings
         begun = self.student(name, distilled=False) / "config.yaml"
         if begun.is_file():
-            epochs = config.load(begun).baseline.epochs
+            epochs = load(begun).baseline.epochs
         else:
             epochs = settings.baseline_epochs if self.phase_a.exists() else None
         return settings.with_section("baseline", epochs=epochs)
@@ -307,11 +316,12 @@ def last_used() -> RunDirectory:
 
 @contextlib.contextmanager
 def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
-    """:func:`lock_of_process` of rank 0, for all ranks."""
-    distributed.check_same({what: folder}, "every process should get the same folder")
+    """:func:`lock_of_process` of rank 0, for all ranks. They enter and leave together: no rank
+    writes before rank 0 has the lock, or goes on to read before rank 0 has written."""
     with contextlib.ExitStack() as held:
-        distributed.on_main(lambda: held.enter_context(lock_of_process(folder, what, shared)))
+        distributed.from_main(lambda: held.enter_context(lock_of_process(folder, what, shared)))
         yield
+        distributed.from_main(lambda: None)
 
 
 @contextlib.contextmanager

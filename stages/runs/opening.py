@@ -10,10 +10,8 @@ from typing import Any
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.system.files import write_whole
 from gaupipe.training.job import Training, check_training, training_state
 from gaupipe.training.state import TrainingState, has_checkpoint
 from stages.runs import ranks
@@ -55,16 +53,19 @@ def opened(
     if run is not None and not request.written:
         ready = prepare(request, build, data)
         images = ready[0].data
-        created = distributed.broadcast(distributed.on_main(lambda: begin(run, request, images)))
+        if distributed.is_main():
+            created = begin(run, request, images)
     with contextlib.ExitStack() as held:
         held.enter_context(removed_if_refused(folder, created))
         if run is not None:
             held.enter_context(run.locked(shared=True))
-        distributed.on_main(lambda: say_if_afresh(folder, request.resume))
+        if distributed.is_main():
+            say_if_afresh(folder, request.resume)
         held.enter_context(locked(folder, "student"))
         job, state = ready or prepare(request, build, data)
-        distributed.main_first(lambda: state.load(folder / "checkpoint"))
-        distributed.on_main(lambda: write_request(folder, job.settings, job.source_of_maps()))
+        state.load(folder / "checkpoint")
+        if distributed.is_main():
+            write_request(folder, job.settings, job.source_of_maps())
         yield job, state
 
 
@@ -73,17 +74,15 @@ def prepare(request: StudentRequest, build: Build, data: ImageData | None = None
     UserError for one that the data, the run or the machine does not allow."""
     settings, run = request.settings, request.run
 
-    def prepare_rank() -> Opened:
+    def prepare_rank() -> Training:
         images = read_data(settings, run, data)
         afresh = not has_checkpoint(request.folder / "checkpoint")
         if afresh and run is not None:
             run.check_weights(settings)
-        job = build(images, afresh)
-        return job, training_state(job)
+        return build(images, afresh)
 
-    job, state = distributed.main_first(prepare_rank)
-    ranks.check_same(settings, job.data)
-    return job, state
+    job = ranks.resolve(prepare_rank, request.folder)
+    return job, training_state(job)
 
 
 def begin(run: RunDirectory, request: StudentRequest, data: ImageData) -> bool:
@@ -109,17 +108,14 @@ def opened_teacher(
 ) -> Iterator[None]:
     """Holds a run while its teacher is made: begins the run, and puts the training, if there is
     one, where its last checkpoint was."""
+
+    def start() -> None:
+        if state is not None:
+            say_if_afresh(run.phase_a, resume)
+        run.start(settings, data, resume)
+
     with run.locked():
+        distributed.from_main(start)  # it refuses a folder in which another rank writes already
         if state is not None:
-            distributed.on_main(lambda: say_if_afresh(run.phase_a, resume))
-        distributed.on_main(lambda: run.start(settings, data, resume))
-        if state is not None:
-            distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
+            state.load(run.phase_a / "checkpoint")
         yield
-
-
-def write_digest(run: RunDirectory, teacher: TeacherJob[Any]) -> None:
-    """Writes the digest of a finished teacher. Collective."""
-    if not distributed.broadcast(run.teacher_sha256.is_file()):
-        sha256 = teacher.sha256
-        distributed.on_main(lambda: write_whole(run.teacher_sha256, sha256 + "\n"))

@@ -3,7 +3,7 @@ any work. A single process has nothing to compare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from gaupipe.data.splits import ImageData
@@ -15,22 +15,25 @@ from gaupipe.system import distributed
 R = TypeVar("R")
 
 
-def check_same(settings: Settings, data: ImageData) -> None:
-    """Raises ErrorOnAllRanks, on every rank, where ranks have other settings or another data set.
-    The digest is the one that was made when the data set was read."""
-    same = flatten(settings, Scope.ANYTIME)
-    same |= {f"log.{name}": value for name, value in settings.log}  # all ranks log a step together
-    distributed.check_same(same, "every process should get the same settings")
-    for what, digest in (("training", data.sha256), ("validation", data.val_sha256)):
-        distributed.check_same(
-            {f"data set {data.name}, sha256 of the {what} images": digest},
-            f"every machine should have the same {what} images and labels under data.root",
-        )
-
-
-def resolve(request: Callable[[], R]) -> R:
-    """A stage's request, resolved by ``request`` on every rank, with the same ``settings`` and
-    ``data``. Raises ErrorOnAllRanks, on every rank, where any refuses it."""
+def resolve(request: Callable[[], R], place: object) -> R:
+    """A stage's request, which ``request`` resolves on every rank, with the same ``settings`` and
+    ``data``; the stage writes into its ``place``, a folder. Raises UserError, on every rank, where
+    any refuses it."""
     resolved: Any = distributed.main_first(request)
-    check_same(resolved.settings, resolved.data)
+    check_same(resolved.settings, resolved.data, {"run": place})
     return resolved
+
+
+def check_same(settings: Settings, data: ImageData, files: Mapping[str, object]) -> None:
+    """Raises UserError, on every rank, where ranks have other settings, another data set or other
+    ``files``, which are named folders or digests. The digest of the data set is the one that was
+    made when it was read."""
+    same = dict(files)
+    right = dict.fromkeys(files, "every process should get the same files")
+    same |= flatten(settings, Scope.ANYTIME)
+    same |= {f"log.{name}": value for name, value in settings.log}  # all ranks log a step together
+    for what, digest in (("training", data.sha256), ("validation", data.val_sha256)):
+        name = f"data set {data.name}, sha256 of the {what} images"
+        same[name] = digest
+        right[name] = f"every machine should have the same {what} images and labels under data.root"
+    distributed.check_same(same, right, "every process should get the same settings")

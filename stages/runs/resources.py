@@ -10,7 +10,7 @@ from typing import Any
 
 import store
 from gaupipe.attention.options import count_parameters
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import MapShape
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.system import distributed
@@ -118,7 +118,7 @@ def store_bytes(
         k=export.k,
         views=views,
     )
-    shared = sum(tensor.numel() for tensor in KINDS[kind].decoder(model).values())
+    shared = sum(tensor.numel() for tensor in MAP_KINDS[kind].decoder(model).values())
     return schema.total_bytes + 4 * shared
 
 

@@ -104,7 +104,7 @@ def begin(
         teacher = run if distilled else None
         return StudentRequest(settings, folder, run, teacher, url, created, resume)
 
-    return distributed.broadcast(distributed.on_main(resolve))
+    return distributed.from_main(resolve)
 
 
 def make_folder(

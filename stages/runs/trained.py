@@ -105,5 +105,5 @@ def stores_of(student: TrainedStudent) -> list[tuple[str, str | None]]:
     run, recorded = student.run, recorded_store(student.folder)
     if recorded is None:
         return [(str(run.maps), run.teacher_digest())]
-    of_run = (str(run.maps), run.teacher_digest() or recorded[1])
-    return [recorded, of_run] if recorded[1] == of_run[1] else [recorded]
+    own = (str(run.maps), run.teacher_digest() or recorded[1])
+    return [recorded, own] if recorded[1] == own[1] else [recorded]

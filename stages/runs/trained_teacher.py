@@ -10,7 +10,7 @@ from typing import Any
 from timm.data import resolve_model_data_config
 
 from gaupipe.settings import Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load, read_yaml, with_overrides
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.fine_tuning import sizes_of, untrained
 from gaupipe.teachers.vit import has_standard_attention
@@ -43,8 +43,8 @@ def choose_start(choices: Choices, teacher: TeacherSizes | None) -> None:
         return  # it is refused later
     heads = teacher.sizes.heads if teacher is not None else None
     if asked.heads != heads:
-        of_heads = f"each head learns from the mean of the teacher's {heads or 'heads'}"
-        choices.choose("phase_b.head_map", "mean", of_heads)
+        reason = f"each head learns from the mean of the teacher's {heads or 'heads'}"
+        choices.choose("phase_b.head_map", "mean", reason)
     if teacher is None:
         reason = "no slice can be cut of this teacher: it is no VisionTransformer of timm's"
         choices.choose("phase_b.warm_start", "none", reason)
@@ -75,7 +75,7 @@ def with_trained_teacher(
 ) -> tuple[Settings, list[str]]:
     """The settings of a configuration, with what follows from its trained teacher where the
     configuration is silent; and lines that say why."""
-    choices = Choices(config.with_overrides(config.read_yaml(source) or {}, overrides))
+    choices = Choices(with_overrides(read_yaml(source) or {}, overrides))
     phase = settings.phase_a
     choose_start(choices, look_at(phase.teacher, phase.teacher_args))
     if settings.augment.draws_views and settings.phase_b.gamma:
@@ -83,4 +83,4 @@ def with_trained_teacher(
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", min(max(2, epochs), MOST_VIEWS), reason)
     more = [f"{key}={json.dumps(choices.given(key))}" for key in choices.chosen]
-    return config.load(source, [*overrides, *more]), choices.lines()
+    return load(source, [*overrides, *more]), choices.lines()
