@@ -230,6 +230,7 @@ def test_a_decoder_and_codes_of_gaussians_are_read_with_numpy_alone(
     tmp_path, example, changes, raw_numbers
 ):
     torch = pytest.importorskip("torch")
+    from gaupipe.distillation.kinds import MAP_KINDS
 
     schema, draw = make_schema(**changes), np.random.default_rng(0)
     raw, layers = schema.heads * schema.tokens * raw_numbers, schema.layers
