@@ -373,6 +373,7 @@ COMMAND_LINE = [
         (f"{STUDENT}/student /dev/null", "/dev/null"),
         (f"{STUDENT}/student pictures --out absent/p.csv", "absent/p.csv absent"),
         (f"{STUDENT}/student pictures --top 0", "--top 1", "BadParameter"),
+        ("local-dir:pictures pictures/train/cat/0.png", "pictures/config.json"),
         ("no_such_model pictures", "no_such_model"),
         ("~nosuchuser/x pictures", "~nosuchuser/x"),
         (

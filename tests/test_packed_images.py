@@ -189,6 +189,30 @@ def test_identical_students(folder, tmp_path, in_process):
     assert len(students) == 1
 
 
+@pytest.mark.parametrize("packed", ["x.tar", "hfds/saved"])
+def test_unreadable_images_are_listed_and_can_be_left_out(folder, tmp_path, in_process, packed):
+    """As on a folder that never had them; what comes after them keeps its bytes."""
+    whole = shutil.copytree(folder, tmp_path / "whole")
+    broken = ["train/cat/1.png", "train/dog/0.png", "val/dog/2.png"]
+    for name in broken:
+        (whole / name).unlink()
+        (folder / name).write_bytes((folder / name).read_bytes()[:60])
+    tar(tmp_path / "x.tar", folder)
+    arrow(folder, tmp_path / "saved")
+    place = ("folder", "x.tar") if packed == "x.tar" else (packed, "")
+    with pytest.raises(UserError, match="the 2 of 24 images that are not are listed above"):
+        load(tmp_path / place[1], place[0])
+    assert same(load(tmp_path / place[1], place[0], unreadable="leave_out"), load(whole))
+    tiny = "model.args={embed_dim: 16, depth: 1, num_heads: 2}", "train.epochs=1", "threads=1"
+    call = ("train", "--data", packed, "--run-dir", "run", *sets(*tiny))
+    code, _, err = in_process(*call, cwd=tmp_path)
+    listed = [line for line in err.splitlines()[:-1] if ": not readable" in line]
+    assert code == 2 and len(listed) == 2 and f"{packed}/" in listed[0], err
+    call += ("--set", "data.unreadable=leave_out")
+    code, _, err = in_process(*call, cwd=tmp_path)
+    assert code == 0 and err.count("goes on without these images") == 2, err
+
+
 def cut(folder, tmp_path, end):
     path = tar(tmp_path / "x.tar", folder)
     path.write_bytes(path.read_bytes()[:end])

@@ -249,7 +249,7 @@ def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, br
             }"""
         )
         page.page.wait_for_selector("h2:has-text('dropped.jpg')")
-        assert page.page.locator(".thumb").count() == 4
+        page.until("document.querySelectorAll('.thumb').length == 4")
         assert page.saved("#png").startswith(b"\x89PNG")
         page.page.fill("#go-to", "nothing.png")
         page.page.press("#go-to", "Enter")
