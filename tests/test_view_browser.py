@@ -593,5 +593,5 @@ def test_a_dead_server_leaves_the_page_and_says_how_to_go_on(browser, run):
     with serving(viewer, port):
         page.page.click("#banner button")
         page.page.wait_for_selector("h2:has-text('Image 4:')")
-        assert page.page.is_hidden("#banner")
+        page.page.wait_for_selector("#banner", state="hidden")
         page.page.close()
