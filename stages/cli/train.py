@@ -226,7 +226,10 @@ def phase_b(
     stage.run_request(request)
     say_other_epoch(run_dir, request.name, distill)
     named = ["--run-dir", run_dir, "--student", request.name]
-    say_next(["evaluate", *named, *["--plain"] * (not distill)], ["view", *named[:2]])
+    evaluation = ["evaluate", *named]
+    if not distill:
+        evaluation.append("--plain")
+    say_next(evaluation, ["view", "--run-dir", run_dir])
     print(request.folder / "student")
 
 
@@ -274,6 +277,8 @@ def train(
     say_other_epoch(folder, attention, distilled=False)
     say_if_overfitted(metrics, settings)
     named = ["--run-dir", folder, "--student", attention]
-    both = RunDirectory(folder).is_distilled(attention)  # phase B has one of this name, too
-    say_next(["evaluate", *named, *["--plain"] * both], ["view", *named])
+    evaluation = ["evaluate", *named]
+    if RunDirectory(folder).is_distilled(attention):  # phase B has one of this name, too
+        evaluation.append("--plain")
+    say_next(evaluation, ["view", *named])
     print(trained / "student")

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from functools import cache
 
+from gaupipe.data.folder import say_once
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.probe import check_probe, fit_probe, load_probe, source_of_probe
 from gaupipe.distillation.student import check_student
@@ -120,16 +120,11 @@ def say_what_students_lack(job: TeacherJob) -> None:
     if isinstance(job.teacher, VitTeacher) and distributed.is_main():
         parts = parts_of_teachers(job.teacher.model)
         if parts:
-            _say_once(
+            say_once(
                 f"gaupipe: {job.teacher.name}: has {' and '.join(parts)}, which its student lacks: "
                 "students of such teachers lost up to 5 points (arXiv 2605.07191); compare with "
                 "the same ViT without a teacher"
             )
-
-
-@cache
-def _say_once(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def say_own_head(job: VitJob, accuracy: float) -> None:
