@@ -38,9 +38,11 @@ from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import with_overrides
 from gaupipe.system import distributed
+from gaupipe.system.device import choose_precision
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
+from gaupipe.teachers.vit import VitTeacher
 from stages import phase_a
 from stages.phase_a.trained_vit import probe_where_others_are_predicted, say_what_students_lack
 from stages.publish import store_card
@@ -275,7 +277,12 @@ class Place:
         student = None
         if not job.settings.phase_a.learns_gaussians:
             student = job.student_shape
-        return chosen(job.settings, stored, options, job.shape, student)
+        export = chosen(job.settings, stored, options, job.shape, student)
+        if isinstance(job.teacher, VitTeacher):
+            width = job.teacher.model.num_features
+            precision = choose_precision(export.precision or "auto", job.device, width)
+            export = export.model_copy(update={"precision": precision})
+        return export
 
     @contextlib.contextmanager
     def held(self, job: TeacherJob[Any], schema: store.Schema) -> Iterator[None]:

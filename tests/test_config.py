@@ -201,4 +201,4 @@ def test_the_papers_settings_are_the_papers(name, epochs, weights):
         assert (optim.weight_decay, optim.schedule, optim.min_lr) == (0.03, "cosine", 0)
         assert optim.clip_grad is None and optim.ema is None
     assert teacher.per_image == ("embedding" if name == "imagenet_tiny" else "table")
-    assert (settings.precision == "float32") == (name != "imagenet_tiny")
+    assert settings.precision == ("bfloat16" if name == "imagenet_tiny" else "auto")

@@ -41,6 +41,7 @@ def stored_export(url: str) -> ExportSettings | None:
     held: dict[str, Any] = {"kind": schema.kind, "encoding": schema.encoding}
     held |= {"k": schema.k, "views": views}
     held["layers"] = schema.extra.get("layers")
+    held["precision"] = schema.extra.get("precision", "float32")
     held["grid"] = schema.grid if "pooled_from" in schema.extra else None
     return ExportSettings.model_validate(held)
 
@@ -62,6 +63,8 @@ def make_schema(
         notes["views"] = drawing(job.settings)
     if export.layers is not None:
         notes["layers"] = export.layers
+    if export.precision == "bfloat16":
+        notes["precision"] = export.precision
     if export.grid is not None:
         notes["pooled_from"] = list(shape.grid)
     shape = shape.stored(export)
@@ -114,6 +117,7 @@ def outputs(
     batch alone, so that any batch can be made again. ``losses`` gets what is :func:`lost`.
     """
     seed = job.settings.seed if seed is None else seed
+    dtype = getattr(torch, schema.extra.get("precision", "float32"))
     generator = torch.Generator(job.device)
     if schema.extra.get("views") is None:
         loaded = batches.in_order(entries)
@@ -123,7 +127,8 @@ def outputs(
         loaded = batches.views(entries, augment, schema.views)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
-        logits, attention = job.forward_with_maps(batch, generator, schema.extra.get("layers"))
+        with torch.autocast(job.device.type, dtype, enabled=dtype != torch.float32):
+            logits, attention = job.forward_with_maps(batch, generator, schema.extra.get("layers"))
         if isinstance(attention, VitMaps):
             height, width = schema.grid
             attention = attention.on_grid((height, width))
@@ -132,8 +137,8 @@ def outputs(
             image_ids = batch.ids // schema.views
             logits = job.probe.logits_out_of_fold(attention.pooled, image_ids).log_softmax(-1)
         with torch.no_grad():
-            dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
-            named = {**MAP_KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}
+            stored = torch.float32 if schema.encoding == "uint8" else torch.float16
+            named = {**MAP_KINDS[schema.kind].arrays(attention, schema.k, stored), "logits": logits}
         if losses is not None and (loss := lost(schema, attention, named)) is not None:
             losses.append(loss.double().cpu() * len(batch))
         arrays = {}

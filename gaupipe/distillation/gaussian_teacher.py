@@ -20,7 +20,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.teacher import TeacherJob, ending, identity
 from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
-from gaupipe.system.device import select_device
+from gaupipe.system.device import choose_precision, select_device
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import loop
@@ -221,7 +221,7 @@ def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
         optimizer,
         schedule,
         phase.optim,
-        job.settings.precision,
+        choose_precision(job.settings.precision, job.device, teacher.vit.embed_dim),
         job.per_image,
         identity=identity(job.settings, job.data),
     )

@@ -431,6 +431,9 @@ class ExportSettings(Section):
     """Blocks of a trained ViT whose maps are stored, counted from 0, such as those that phase B
     compares: ``[0, 4, 7, 11]``. Null stores the maps of the blocks that phase B compares, or with
     ``phase_b.layer_map`` all."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Precision in which a trained ViT computes its maps and predictions; attention itself stays
+    float32. Null is decided as ``precision: auto`` is."""
 
 
 class TrainSettings(Section):
@@ -575,9 +578,11 @@ class Settings(Section):
     as ``cpu`` or ``cuda:1``."""
     threads: Annotated[Annotated[int, Field(gt=0, le=1024)] | None, Scope.ANYTIME] = None
     """Processor threads for torch; null leaves torch's choice."""
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], Scope.STUDENT] = "float32"
+    precision: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Scope.STUDENT] = "auto"
     """Precision of the forward pass. ``bfloat16`` and ``float16`` are mixed precision: Gaussians,
-    coordinates and losses stay float32."""
+    coordinates and losses stay float32. ``auto`` is decided when the run begins, and written to its
+    ``config.yaml``: ``bfloat16`` for a ViT of width 192 or more where the processor or GPU
+    multiplies such numbers, else ``float32``."""
     compile: Annotated[bool, Scope.STUDENT] = False
     """Compile the forward pass with torch.compile."""
     grad_checkpointing: Annotated[bool, Scope.ANYTIME] = False

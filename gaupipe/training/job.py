@@ -28,7 +28,7 @@ from gaupipe.settings import (
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
-from gaupipe.system.device import select_device
+from gaupipe.system.device import choose_precision, select_device
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.fine_tuning import weights_sha256
 from gaupipe.training import loggers
@@ -250,7 +250,7 @@ def training_state(job: Training) -> TrainingState[VisionTransformer]:
         optimizer,
         schedule,
         job.train.optim,
-        job.settings.precision,
+        choose_precision(job.settings.precision, job.device, job.student.embed_dim),
         identity=job.identity(),
     )
 

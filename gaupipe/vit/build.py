@@ -63,6 +63,16 @@ def build_vit(
     return vit
 
 
+def width_of(model: ModelSettings) -> int:
+    """Channels of the residual stream, for images of any size; 0 of a model that cannot be built,
+    which :func:`build_vit` refuses."""
+    try:
+        vit = timm.create_model(model.name, device="meta", **model.args)
+    except Exception:
+        return 0
+    return int(vit.num_features)
+
+
 def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> None:
     """timm drops the border of an image that is no whole number of patches high and wide."""
     step = math.lcm(*patch)

@@ -284,13 +284,25 @@ class RunDirectory:
 
 def settled(settings: Settings, before: Settings | None = None) -> Settings:
     """The settings with what is decided where they leave it open, and belongs to a run from its
-    start on: how trained weights expect images, and the number of buckets, which is that of the run
-    ``before`` or follows from the number of processes."""
+    start on: how trained weights expect images, the precision, and the number of buckets; where
+    there is a run ``before``, its own."""
     if not settings.model.name.startswith("gauvit_"):
         from gaupipe.teachers.fine_tuning import with_images_of_weights  # with timm
 
         settings = with_images_of_weights(settings)
+    if settings.precision == "auto":
+        precision = before.precision if before else _precision(settings)
+        settings = settings.model_copy(update={"precision": precision})
     return with_buckets(settings, before.data.buckets if before else distributed.world_size())
+
+
+def _precision(settings: Settings) -> str:
+    """The precision of a run that begins."""
+    from gaupipe.system.device import choose_precision, select_device  # with torch
+    from gaupipe.vit.build import width_of
+
+    device = select_device(settings.device, settings.threads)
+    return choose_precision("auto", device, width_of(settings.model))
 
 
 def with_buckets(settings: Settings, count: int | None) -> Settings:
