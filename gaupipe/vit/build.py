@@ -70,7 +70,8 @@ def width_of(model: ModelSettings) -> int:
         vit = timm.create_model(model.name, device="meta", **model.args)
     except Exception:
         return 0
-    return int(vit.num_features)
+    features: Any = vit.num_features
+    return features
 
 
 def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> None:
