@@ -66,8 +66,8 @@ def test_one_command_from_photos_to_a_table(vit, tmp_path, in_process):
     for said in ("phase_b.warm_start=slice ", "model.args.embed_dim=48 ", "a linear probe on its"):
         assert said in err
     [teacher] = [line for line in out.splitlines() if "teacher, linear head" in line]
-    [student] = [line for line in out.splitlines() if "belief, distilled" in line]
-    [plain] = [line for line in out.splitlines() if "belief, plain" in line]
+    [student] = [line for line in out.splitlines() if "standard, distilled" in line]
+    [plain] = [line for line in out.splitlines() if "standard, plain" in line]
     model = timm.create_model(vit, pretrained=True)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert f"{count:,}" in teacher and f"{count:,}" not in student + plain

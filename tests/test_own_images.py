@@ -57,13 +57,14 @@ def test_sizes_follow_the_shorter_side(size, gpu, image_size, patch_size):
 
 
 def test_what_is_chosen_can_be_built_whatever_the_folder():
-    folders = itertools.product((2, 20, 3000, 10**6), (1, 31, 50, 3000), (False, True))
-    for images, pixels, gpu in folders:
-        of_run = settings(images=images, size=(pixels, pixels), gpu=gpu)
+    teachers = "phase_a.teacher=local", "phase_a.teacher=vit"
+    folders = itertools.product((2, 20, 3000, 10**6), (1, 31, 50, 3000), (False, True), teachers)
+    for images, pixels, gpu, teacher in folders:
+        of_run = settings([teacher], images=images, size=(pixels, pixels), gpu=gpu)
         args = of_run.model.args
         assert of_run.data.image_size % args["patch_size"] == 0
         assert args["embed_dim"] % args["num_heads"] == 0
-        together = of_run.phase_a.max_epochs + of_run.student_training.epochs
+        together = of_run.phase_a.most_epochs + of_run.student_training.epochs
         assert of_run.baseline_training.epochs == of_run.baseline_epochs == together
         assert 0 < of_run.data.val_fraction <= 0.5
         store = (of_run.data.image_size // args["patch_size"]) ** 2
@@ -96,12 +97,13 @@ def test_digits_and_letters_are_not_mirrored(names):
 
 def test_what_the_user_set_stays_and_the_rest_follows():
     given = ["data.image_size=30", "model.args.embed_dim=50", "train.epochs=6"]
-    of_run = settings([*given, "augment.flip=false", "phase_b.alpha=0.5"])
+    vit = ["phase_a.teacher=vit"]
+    of_run = settings([*vit, *given, "augment.flip=false", "phase_b.alpha=0.5"])
     assert (of_run.data.image_size, of_run.model.args["patch_size"]) == (30, 3)
     assert (of_run.model.args["embed_dim"], of_run.model.args["num_heads"]) == (50, 1)
     assert (of_run.phase_a.max_epochs, of_run.baseline_epochs) == (3, 9)
     assert of_run.student_training.epochs == of_run.baseline_training.epochs == 6
-    assert settings(["phase_b.epochs=6"]).baseline_training.epochs == 9
+    assert settings([*vit, "phase_b.epochs=6"]).baseline_training.epochs == 9
     assert not of_run.augment.flip and of_run.phase_b.alpha == 0.5
     fewer = settings(["data.train_images=100"])
     assert fewer.train.epochs > settings().train.epochs
@@ -123,8 +125,13 @@ def test_a_line_for_each_choice_names_the_setting():
             ["data.batch_size=7", "as you set it"],
             ["train.optim.lr=0.01", "as you set it"],
         ]
-    of_teacher = ("phase_a.teacher=vit ", "phase_b.gamma=0.3 ", "phase_b.epochs=")
-    for start in (*of_teacher, "model.args.depth=", "model.attention=belief "):
+    of_teacher = ("phase_a.teacher=local ", "phase_b.gamma=0.25 ", "phase_b.epochs=")
+    for start in (
+        *of_teacher,
+        "model.args.depth=",
+        "model.attention=standard ",
+        "model.stem=conv ",
+    ):
         assert any(line.startswith(start) for line in every)
         assert any(line.startswith(start) for line in plain) == (start not in of_teacher)
 
@@ -137,13 +144,14 @@ def test_a_line_for_each_choice_names_the_setting():
         (["phase_b.gamma=0"], None),
         (["phase_b.alpha=0.5"], None),
         (["phase_a.teacher=local-dir:mine"], 12),
+        (["phase_a.teacher=local"], None),
         (["export.views=null"], None),
         (["export.views=3"], 3),
         (["phase_b.gamma_epochs=1"], 2),  # the fewest
     ],
 )
 def test_maps_are_those_of_views_that_shifts_move(given, views):
-    of_run = settings(given)
+    of_run = settings(["phase_a.teacher=vit", *given])
     assert of_run.export.views == views
     assert views != 10 or of_run.phase_b.gamma_epochs == 10
 
@@ -153,15 +161,17 @@ def test_a_trained_teacher_leaves_the_student_all_epochs():
     assert of_run.phase_a.teacher_args == {}  # it sees images of its own size
     assert not of_run.phase_b.alpha
     assert of_run.baseline_epochs == of_run.student_training.epochs
-    assert of_run.student_training.epochs > settings().student_training.epochs
+    trained_here = settings(["phase_a.teacher=vit"]).student_training.epochs
+    assert of_run.student_training.epochs > trained_here
 
 
 def test_a_teacher_that_costs_nothing_fits_the_heads_and_leaves_the_student_all_epochs():
-    of_run = config.parse(chosen(["phase_a.teacher=local"]).tree, "--set")
+    of_run = settings()
+    assert of_run.phase_a.is_local
     assert len(of_run.phase_a.local.std) == of_run.model.args["num_heads"] == 2
     epochs = of_run.student_training.epochs
     assert epochs == of_run.baseline_training.epochs
-    assert epochs > config.parse(chosen().tree, "--set").student_training.epochs
+    assert epochs > settings(["phase_a.teacher=vit"]).student_training.epochs
 
 
 def test_patches_of_a_convolutional_stem_are_powers_of_two():
@@ -170,11 +180,19 @@ def test_patches_of_a_convolutional_stem_are_powers_of_two():
         assert chosen(given).given("model.args.patch_size") in (2, 4, 8, 16)
 
 
-def test_the_student_has_belief_attention_unless_options_are_for_another():
-    assert settings().model.attention == "belief"
-    assert settings(["model.attention=xsa"]).model.attention == "xsa"
-    prior = settings(["model.attention_options.prior=true"]).model
-    assert (prior.attention, prior.attention_options) == ("standard", {"prior": True})
+@pytest.mark.parametrize(
+    "given, stem",
+    [
+        ([], "conv"),
+        (["model.stem=patch"], "patch"),
+        (["data.image_size=9"], "patch"),  # no patch of its own halves an image of 9 pixels
+        (["model.args.patch_size=6", "data.image_size=36"], "patch"),
+    ],
+)
+def test_the_stem_is_convolutional_where_the_patches_allow_it(given, stem):
+    of_run = settings(given)
+    assert of_run.model.stem == stem
+    assert of_run.train.optim.warmup_epochs == 4
 
 
 UNUSABLE = "data=[1]", "data.image_size=x", "data.image_size=0", "model.args=3", "augment=null"
@@ -249,16 +267,17 @@ def run(in_process, *arguments, cwd):
 
 def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
     photos(tmp_path / "mine")
-    code, out, err = run(in_process, "run", "--data", "mine", cwd=tmp_path)
+    teacher = sets("phase_a.teacher=vit")
+    code, out, err = run(in_process, "run", "--data", "mine", *teacher, cwd=tmp_path)
     assert code == 0, err
     lines = err.splitlines()
     assert lines[0].startswith("mine: 24 training images of 2 classes")
     assert any(line.startswith("  data.image_size=8 ") for line in lines)
     assert "'gaupipe train --data mine' does without a teacher, in half the time or less" in lines
-    for row in ("teacher (phase A)", "belief, distilled", "belief, plain"):
+    for row in ("teacher (phase A)", "standard, distilled", "standard, plain"):
         assert row in out
     first = tmp_path / "runs" / "mine"
-    student = metrics(first / "phase_b" / "belief" / "metrics.jsonl")
+    student = metrics(first / "phase_b" / "standard" / "metrics.jsonl")
     assert len(student) == 2
 
     code, again, err = in_process("run", "--data", str(tmp_path / "mine"), cwd=tmp_path)
@@ -269,7 +288,7 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
     code, _, err = in_process("run", first / "config.yaml", "--run-dir", "other", cwd=tmp_path)
     assert code == 0, err
     for part in ("phase_b", "plain"):
-        path = f"{part}/belief/metrics.jsonl"
+        path = f"{part}/standard/metrics.jsonl"
         assert metrics(tmp_path / "other" / path) == metrics(first / path)
 
     code, out, err = in_process(
@@ -289,12 +308,12 @@ def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_pat
     code, _, err = in_process(*again, "--student", "xsa", cwd=tmp_path)
     assert (code, "goes on with the settings" in err) == (0, True), err
     (tmp_path / "below").mkdir()
-    for student in ("belief", "xsa"):
+    for student in ("standard", "xsa"):
         evaluate = "evaluate", "--run-dir", "../runs/mine", "--student", student
         code, _, err = in_process(*evaluate, cwd=tmp_path / "below")
         assert code == 0, err
     (tmp_path / "moved" / "cat" / "3.png").unlink()
-    code, _, err = in_process(*again, "--student", "standard", cwd=tmp_path)
+    code, _, err = in_process(*again, "--student", "belief", cwd=tmp_path)
     assert code == 2
     assert "the training images of data set folder were others when the run began" in err
 
@@ -322,7 +341,7 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
     plain = sets(*TINY[:2], "baseline.epochs=3", "threads=1")
     code, out, err = in_process("train", "--data", "mine", *plain, cwd=tmp_path)
     assert code == 0 and "teacher" not in err and "  baseline.epochs=3 " in err, err
-    trained = tmp_path / "runs" / "mine" / "plain" / "belief"
+    trained = tmp_path / "runs" / "mine" / "plain" / "standard"
     assert out == f"{trained.relative_to(tmp_path)}/student\n"
     assert len(metrics(trained / "metrics.jsonl")) == 3
     code, _, err = in_process("train", "--data", "mine", "--resume", cwd=tmp_path)

@@ -127,10 +127,10 @@ def choose(
         return choices
     dim, depth, seen = GPU_MODEL if gpu else MODEL
     if teacher is None:
-        size, tokens = _choose_sizes(choices, facts, GPU_SIZES if gpu else SIZES)
+        size, tokens = _choose_sizes(choices, facts, GPU_SIZES if gpu else SIZES, "conv")
         maps = _choose_model(choices, dim, depth)
     else:
-        size, tokens = _choose_sizes(choices, facts, SLICE_SIZES)
+        size, tokens = _choose_sizes(choices, facts, SLICE_SIZES, "patch")
         maps = _choose_slice(choices, teacher, SLICE_WIDTH[gpu], depth)
     epochs = min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS)
     _choose_training(choices, images, epochs)
@@ -153,8 +153,9 @@ def _choose_images(choices: Choices, facts: FolderFacts) -> int:
     return min(images, choices.given("data.train_images") or images)
 
 
-def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int, int]:
-    """Chooses the sizes of images and patches. Returns pixels of a side, and tokens."""
+def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any, stem: str) -> tuple[int, int]:
+    """Chooses the sizes of images and patches, and a ``stem`` that they allow. Returns pixels of a
+    side, and tokens."""
     size = next(row[1] for row in table if facts.shorter >= row[0])
     if size is None:
         size = max(8, facts.shorter // 4 * 4)
@@ -164,16 +165,23 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int
     if size <= 128:
         best = next(row[2] for row in table if size >= row[0])
     fitting = [patch for patch in range(1, 2 * best + 1) if size % patch == 0]
-    if choices.given("model.stem") == "conv":  # its convolutions halve the image several times
-        powers = [patch for patch in fitting if patch > 1 and patch.bit_count() == 1]
-        fitting = powers or [best]
+    halved = [patch for patch in fitting if _is_halved(patch)]
+    if choices.given("model.stem") == "conv" and halved:
+        fitting = halved
     patch = min(fitting, key=lambda patch: abs(patch - best))
     reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
     patch = choices.choose("model.args.patch_size", patch, reason)
+    if stem == "conv" and _is_halved(patch):
+        choices.choose("model.stem", stem, "convolutions in place of the patch embedding")
     if not isinstance(patch, int):  # a user may give (height, width)
         patch = max(patch, default=1)
     patch = min(size, patch)
     return size, (size // patch) ** 2
+
+
+def _is_halved(patch: Any) -> bool:
+    """True for patches that a convolutional stem can make: it halves the image several times."""
+    return isinstance(patch, int) and patch > 1 and patch.bit_count() == 1
 
 
 def _choose_model(choices: Choices, dim: int, depth: int) -> int:
@@ -240,15 +248,15 @@ def _choose_flip(choices: Choices, classes: Iterable[str]) -> None:
 
 
 def _choose_training(choices: Choices, images: int, epochs: int) -> None:
-    """Chooses a teacher, a student with twice its epochs, and a baseline with those of both."""
-    reason = "trained on these images; published weights may know more: --teacher NAME --download"
-    teacher = choices.choose("phase_a.teacher", "vit", reason)
+    """Chooses a teacher, a student with twice the epochs of one that is trained here, and a
+    baseline with those of both."""
+    reason = (
+        "fixed maps, which cost nothing; published weights know more: --teacher NAME --download"
+    )
+    teacher = choices.choose("phase_a.teacher", "local", reason)
     if not is_trained(teacher):
         choices.choose("phase_a.stop_accuracy", 1.0)
-    attention = "belief"
-    if choices.given("model.attention_options"):  # they are those of the default attention
-        attention = "standard"
-    choices.choose("model.attention", attention, "its attention; timm loads standard by itself")
+    choices.choose("model.attention", "standard", "its attention, which timm loads by itself")
     if choices.given("train.epochs") is None:  # else it is the student's, too
         student_epochs = epochs
         if teacher in ("vit", "gaussian"):  # which take a third of the time
@@ -265,10 +273,12 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     choices.choose(key, epochs, "of a training without a teacher")
     choices.choose("phase_b.alpha", 0.0)
     choices.choose("phase_b.beta", 1.0)
-    gamma = choices.choose("phase_b.gamma", 0.3, "the weight of the teacher's attention maps")
+    weight = 0.25 if teacher == "local" else 0.3
+    gamma = choices.choose("phase_b.gamma", weight, "the weight of the teacher's attention maps")
     schedule = choices.choose("phase_b.gamma_schedule", "stop_after")
     if schedule == "stop_after" and gamma:
-        gamma_epochs = max(1, student_epochs // 3)
+        share = 2 / 5 if teacher == "local" else 1 / 3
+        gamma_epochs = max(1, int(share * student_epochs))
         if is_trained(teacher):
             gamma_epochs = min(gamma_epochs, MOST_VIEWS)
         choices.choose("phase_b.gamma_epochs", gamma_epochs, "epochs with these maps")
@@ -280,6 +290,9 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         choices.choose("phase_a.local.std", LOCAL_STDS.get(heads, [0.7, 1.5, 3.0]), reason)
     _choose_batch(choices, images)
     choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
+    if choices.given("train.optim.name") is None:
+        choices.choose("train.optim.warmup_epochs", min(4, student_epochs // 4))
+        choices.choose("train.optim.weight_decay", 0.1)
 
 
 def _choose_augmentation(

@@ -42,7 +42,7 @@ def settings_for(
         line = f"{run_dir}: goes on with the settings with which it began"
         return _run_settings(run, place, overrides), [line]
     attention = [] if student is None else [f"model.attention={student}"]
-    valid = with_overrides({"phase_a": {"teacher": "vit"}}, [*overrides, *attention])
+    valid = with_overrides({"phase_a": {"teacher": "local"}}, [*overrides, *attention])
     phase = parse(valid, "--set").phase_a  # before anything is chosen by it
     given = with_overrides({}, [*overrides, *attention])
     for name in ("name", "root"):
