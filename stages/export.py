@@ -431,7 +431,7 @@ def finish(writer: store.Writer, pending: Sequence[store.Shard], place: Place) -
                 "wrote; they count as missing now: repeat gaupipe export-maps"
             )
     writer.add_card(store_card.text(writer.schema, place.license))
-    writer.finish()
+    writer.finish(alone=place.part is None)
     return 0
 
 

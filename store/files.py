@@ -8,8 +8,10 @@ after the first use is refused.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ import tensorstore as ts
 from store.errors import StoreError
 
 SCHEMES = ("file", "s3", "gs")
+LOCK = ".__lock"
+"""The end of the name under which tensorstore writes a file before it moves it into place."""
 _first_process: int | None = None  # the process whose tensorstore threads exist
 
 
@@ -106,7 +110,17 @@ class Files:
         if self.folder is None:
             return bool(self.list())
         names = (name for _, _, files in os.walk(self.folder) for name in files)
-        return not all(name.endswith(".__lock") for name in names)
+        return not all(name.endswith(LOCK) for name in names)
+
+    def remove_locks(self, seconds: float) -> None:
+        """Removes what killed writes left in a folder, where nothing was written to it for so many
+        ``seconds``: another process may be writing."""
+        if self.folder is None:
+            return
+        for path in self.folder.rglob(f"*{LOCK}"):
+            with contextlib.suppress(FileNotFoundError):  # its write has just ended
+                if time.time() - path.stat().st_mtime >= seconds:
+                    path.unlink()
 
     def delete_all(self, keys: Iterable[str]) -> None:
         """Deletes several files at once; one that is not there is no error."""

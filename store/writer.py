@@ -34,6 +34,8 @@ from store.manifest import (
 from store.schema import Schema
 
 CARD = "README.md"
+LONGEST_WRITE = 600.0
+"""Seconds between two writes to one file, at the most."""
 
 
 class Writer:
@@ -111,8 +113,10 @@ class Writer:
             kept.pop(index, None)
         self._write_manifest(kept)
 
-    def finish(self) -> None:
-        """Declares the store complete. Raises StoreError while a shard is pending."""
+    def finish(self, alone: bool = False) -> None:
+        """Declares the store complete, and removes what killed writes have left; if this process is
+        not `alone` with the store, what is older than :data:`LONGEST_WRITE`. Raises StoreError
+        while a shard is pending."""
         finished = self._layout.finished(self._files)
         pending = [shard for shard in self.shards if shard.index not in finished]
         if pending:
@@ -122,6 +126,7 @@ class Writer:
             )
         self._write_manifest(finished)
         self._set_complete(True)
+        self._files.remove_locks(0 if alone else LONGEST_WRITE)
 
     def add_card(self, text: str) -> None:
         """Adds README.md. The manifest does not name it, and one that is there stays: people edit

@@ -89,6 +89,7 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
     now = times(maps)
     assert [name for name, written in kept.items() if now[name] != written] == []
     assert differing(contents(maps), whole) == []
+    assert [*maps.rglob("*__lock")] == []
 
 
 @pytest.mark.parametrize("after", [0, 1], ids=["in", "after"])

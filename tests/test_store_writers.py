@@ -65,6 +65,25 @@ def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
     assert store.verify(url) == []
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_finished_store_keeps_no_leavings_of_killed_writes(tmp_path, alone):
+    """But what another process may be writing stays."""
+    url = tmp_path / "s"
+    schema = make_schema(**SIZES)
+    arrays = make_arrays(schema)
+    writer = store.create(url, schema)
+    for shard in writer.pending():
+        part = slice(shard.start, shard.stop)
+        writer.write(shard, {name: values[part] for name, values in arrays.items()})
+    old, fresh = (url / "labels" / f"{name}.__lock" for name in ("old", "fresh"))
+    for path in (old, fresh):
+        path.write_bytes(b"half of a shard")
+    os.utime(old, (0, 0))
+    writer.finish(alone)
+    assert not old.exists()
+    assert fresh.exists() == (not alone)
+
+
 def test_four_processes_write_one_store(tmp_path, whole):
     url = tmp_path / "s"
     processes = [FORKS.Process(target=write, args=(url, rank, 4)) for rank in range(4)]
