@@ -250,9 +250,7 @@ def _choose_flip(choices: Choices, classes: Iterable[str]) -> None:
 def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     """Chooses a teacher, a student with twice the epochs of one that is trained here, and a
     baseline with those of both."""
-    reason = (
-        "fixed maps, which cost nothing; published weights know more: --teacher NAME --download"
-    )
+    reason = "a sharp map round each token, the same for all images: it costs nothing"
     teacher = choices.choose("phase_a.teacher", "local", reason)
     if not is_trained(teacher):
         choices.choose("phase_a.stop_accuracy", 1.0)
@@ -291,8 +289,9 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     _choose_batch(choices, images)
     choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
     if choices.given("train.optim.name") is None:
-        choices.choose("train.optim.warmup_epochs", min(4, student_epochs // 4))
-        choices.choose("train.optim.weight_decay", 0.1)
+        warmup = min(4, student_epochs // 4)
+        choices.choose("train.optim.warmup_epochs", warmup, "until it is reached")
+        choices.choose("train.optim.weight_decay", 0.1, "keeps the weights small")
 
 
 def _choose_augmentation(
