@@ -109,7 +109,8 @@ def slice_weights(
     hidden units of the FFN are every n-th, the same for queries, keys and values. The student's
     residual stream has the principal components of the trained ViT's; or every n-th channel, where
     no ``spread`` is known, and of a ViT with other attention, or other norms than before attention
-    and FFN. timm resizes position and patch embedding. A convolutional stem of the student gets
+    and FFN. What is kept of a sum is made as large as the whole (:func:`rescaled`). timm resizes
+    position and patch embedding. A convolutional stem of the student gets
     nothing, nor does a head for another number of classes.
 
     heads, grid  of the trained ViT; the grid (h, w) in patches
@@ -126,6 +127,7 @@ def slice_weights(
     if spread is not None and has_components(weights):
         weights = in_components(weights, spread, asked.channels)
         channels["width"] = torch.arange(asked.channels)
+    weights = rescaled(weights, sizes, asked, channels)
     sliced: dict[str, Tensor] = {}
     for name, tensor in with_blocks(weights, evenly_spaced(asked.blocks, sizes.blocks)).items():
         module = re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0]
@@ -268,6 +270,61 @@ def chosen_channels(asked: Sizes, sizes: Sizes) -> dict[str, Tensor]:
         "qkv": torch.cat([heads + third * attended for third in range(3)]),
         "hidden": every_nth(asked.hidden_units, sizes.hidden_units),
     }
+
+
+def rescaled(
+    weights: dict[str, Tensor], sizes: Sizes, asked: Sizes, channels: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The weights with what is kept of each sum made as large as the whole: scores of queries and
+    keys, and what attention and FFN add to the residual stream.
+
+    A term of a sum counts by the squares of the two weights beside it. Scores of a head have the
+    mean of all their terms, because these go together; the others keep the root of their mean
+    square. Where all other terms are zero, nothing changes.
+    """
+    scaled = dict(weights)
+    for number in range(sizes.blocks):
+        block = f"blocks.{number}."
+        if f"{block}attn.qkv.weight" in weights:
+            scaled |= _scaled_attention(weights, f"{block}attn.", sizes, asked, channels)
+        if f"{block}mlp.fc1.weight" in weights:
+            rows = weights[f"{block}mlp.fc1.weight"].square().sum(1)
+            last = f"{block}mlp.fc2.weight"
+            hidden = rows[: sizes.hidden_units] * weights[last].square().sum(0)
+            scaled[last] = weights[last] * _whole_over(hidden, channels["hidden"]).sqrt()
+    return scaled
+
+
+def _scaled_attention(
+    weights: dict[str, Tensor],
+    attention: str,
+    sizes: Sizes,
+    asked: Sizes,
+    channels: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    rows = weights[f"{attention}qkv.weight"].square().sum(1)  # [3 * heads * channels of a head]
+    query, key, value = rows.view(3, sizes.heads, sizes.channels_of_head)
+    scores = _whole_over((query * key).mT, channels["head"])  # [heads]
+    # the smaller head divides its scores by the root of fewer channels
+    scores = scores * (asked.channels_of_head / sizes.channels_of_head) ** 0.5
+    of_row = scores.sqrt().repeat_interleave(sizes.channels_of_head)
+    of_row = torch.cat([of_row, of_row, torch.ones_like(of_row)])
+    proj = weights[f"{attention}proj.weight"]
+    attended = _whole_over(value.flatten() * proj.square().sum(0), channels["heads"])
+    scaled = {f"{attention}proj.weight": proj * attended.sqrt()}
+    if f"{attention}q_norm.weight" in weights:  # the norms make scores of one size
+        return scaled
+    scaled[f"{attention}qkv.weight"] = weights[f"{attention}qkv.weight"] * of_row[:, None]
+    if f"{attention}qkv.bias" in weights:
+        scaled[f"{attention}qkv.bias"] = weights[f"{attention}qkv.bias"] * of_row
+    return scaled
+
+
+def _whole_over(terms: Tensor, kept: Tensor) -> Tensor:
+    """The sum of ``terms`` along the first axis over that of the ``kept`` ones; 1 where these are
+    zero."""
+    part = terms[kept.to(terms.device)].sum(0)
+    return torch.where(part > 0, terms.sum(0) / part, 1.0)
 
 
 def hidden_units(tensor: Tensor, axis: int, units: Tensor, available: int) -> Tensor:
