@@ -8,17 +8,10 @@ import torch.nn.functional as nnf
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe.data.augment import (
-    OPERATIONS,
-    Augment,
-    crop_boxes,
-    enlarged,
-    mix,
-    mixed_map,
-    mixed_targets,
-    philox,
-    uniforms,
-)
+from gaupipe.data.augment import Augment, crop_boxes, enlarged
+from gaupipe.data.draws import philox, uniforms
+from gaupipe.data.mixing import mix, mixed_map, mixed_targets
+from gaupipe.data.operations import OPERATIONS
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import (
     COLOUR_OPERATIONS,

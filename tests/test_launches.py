@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gaupipe.data.augment import RANDAUGMENT, Augment, uniforms
+from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.draws import RANDAUGMENT, uniforms
 from gaupipe.distillation import local
 from gaupipe.settings import load as config
 from gaupipe.training.epochs import loop

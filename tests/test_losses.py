@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gaupipe.data.augment import Mix
+from gaupipe.data.mixing import Mix
 from gaupipe.distillation.losses import feature_loss, gamma_at, soft_loss
 from gaupipe.training.job import hard_loss
 from oracles import divergence

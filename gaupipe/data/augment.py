@@ -9,15 +9,13 @@ an image is in, its place there, the process, or the device. Whole batches of ui
 height, width] are augmented at once, on any device: a GPU would wait for the launches of one image
 after the other. What is drawn is numpy's, on the CPU, so nothing has to be read back.
 
-Axis letters: B images, C channels, H heads, T tokens.
+Axis letters: B images, C channels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -25,67 +23,21 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
+from gaupipe.data.draws import ERASING, FLIP, RANDAUGMENT, RESIZED_CROP, SHIFT, uniforms
+from gaupipe.data.operations import OPERATIONS, UNSIGNED
 from gaupipe.maps.gaussians import Geometry
 from gaupipe.settings.augment import AugmentSettings, RandAugmentSettings, ResizedCropSettings
 
-# Each kind of draw has numbers of its own, so that switching one augmentation on leaves the draws
-# of the others alone.
-RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING = range(7)
-
 RATIO = (3 / 4, 4 / 3)
 """Smallest and largest ratio of width to height of a resized crop."""
-
-Operation = Callable[[Tensor, float, int], Tensor]
 
 ATTEMPTS = 10
 """Boxes drawn until one lies within the image, as in torchvision."""
 
 
-def uniforms(
-    seed: int, epoch: int | np.ndarray, image_ids: Tensor | np.ndarray, k: int, stream: int = 0
-) -> np.ndarray:
-    """k random numbers for every image, float64 [B, k] in (0, 1), a function of the arguments and
-    of nothing else. ``epoch`` is one for all, or that of each image [B].
-
-    Philox4x32-10 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*) with the seed as
-    its key and (image id, epoch, stream, number of four draws) as its counter. ``stream`` below
-    2^16 tells uses apart; at most 2^18 draws each.
-    """
-    ids = np.asarray(image_ids, dtype=np.uint64)[:, None]
-    blocks = np.arange(-(-k // 4), dtype=np.uint64)[None]
-    epochs = np.asarray(epoch, dtype=np.uint64).reshape(-1, 1)
-    counter = np.broadcast_arrays(
-        ids & _WORD, ids >> _HALF, epochs, np.uint64(stream << 16) | blocks
-    )
-    words = np.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)), axis=-1)
-    return (words.reshape(len(ids), -1)[:, :k] + 0.5) * 2.0**-32
-
-
-_WORD = np.uint64(0xFFFFFFFF)  # the lower 32 bits
-_HALF = np.uint64(32)  # shifts the upper 32 bits down
-
-
-def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox4x32-10 of four equally shaped uint64 arrays, each holding 32 bits; returns four
-    such arrays."""
-    a, b, c, d = counter
-    for number in range(10):
-        key_a, key_b = (
-            np.uint64(word + number * step & 0xFFFFFFFF)
-            for word, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
-        )
-        from_a = a * np.uint64(0xD2511F53)
-        from_c = c * np.uint64(0xCD9E8D57)
-        a = from_c >> _HALF ^ b ^ key_a
-        b = from_c & _WORD
-        c = from_a >> _HALF ^ d ^ key_b
-        d = from_a & _WORD
-    return [a, b, c, d]
-
-
 class Augment:
     """The augmentation of one image at a time: everything in the settings but Mixup and CutMix
-    (:func:`mix`).
+    (:func:`gaupipe.data.mixing.mix`).
 
     Shifts and boxes are drawn in the pixels of square images whose side is ``size``, None for that
     of the images that are augmented. Images of another size, such as a teacher's, get the same
@@ -384,172 +336,3 @@ def _boxes(
     image = np.arange(len(draws))
     boxes = np.stack([top, left, h, w], axis=-1)[image, first]
     return boxes.astype(np.int64), fits[image, first]
-
-
-def _enhanced(adjust: Callable[[Tensor, float], Tensor]) -> Operation:
-    return lambda images, strength, sign: adjust(images, 1 + sign * 0.9 * strength)
-
-
-def _affine(images: Tensor, **changes: Any) -> Tensor:
-    unchanged = {"angle": 0.0, "translate": [0, 0], "scale": 1.0, "shear": [0.0, 0.0]}
-    return F.affine(images, **(unchanged | changes))
-
-
-def _sheared(images: Tensor, x: float, y: float) -> Tensor:
-    angles = [math.degrees(math.atan(0.3 * slope)) for slope in (x, y)]
-    return _affine(images, shear=angles, center=[0, 0])
-
-
-def _shifted(images: Tensor, x: float, y: float) -> Tensor:
-    height, width = images.shape[-2:]
-    pixels = [int(x * 150 / 331 * width), int(y * 150 / 331 * height)]
-    return _affine(images, translate=pixels)
-
-
-UNSIGNED = ("Identity", "Posterize", "Solarize", "AutoContrast", "Equalize")
-"""Operations that have no use for a sign."""
-
-OPERATIONS: dict[str, Operation] = {
-    "Identity": lambda images, strength, sign: images,
-    "Brightness": _enhanced(F.adjust_brightness),
-    "Color": _enhanced(F.adjust_saturation),
-    "Contrast": _enhanced(F.adjust_contrast),
-    "Sharpness": _enhanced(F.adjust_sharpness),
-    "Posterize": lambda images, strength, sign: F.posterize(images, round(8 - 4 * strength)),
-    "Solarize": lambda images, strength, sign: F.solarize(images, 255 * (1 - strength)),
-    "AutoContrast": lambda images, strength, sign: F.autocontrast(images),
-    "Equalize": lambda images, strength, sign: F.equalize(images),
-    "Rotate": lambda images, strength, sign: F.rotate(images, sign * 30 * strength),
-    "ShearX": lambda images, strength, sign: _sheared(images, sign * strength, 0),
-    "ShearY": lambda images, strength, sign: _sheared(images, 0, sign * strength),
-    "TranslateX": lambda images, strength, sign: _shifted(images, sign * strength, 0),
-    "TranslateY": lambda images, strength, sign: _shifted(images, 0, sign * strength),
-}
-"""Operation of uint8 images [B, C, height, width] with a strength from 0 to 1 and a sign.
-Strengths as in torchvision's RandAugment, whose magnitude is 30 times ours."""
-
-
-@dataclass
-class Mix:
-    """The images of a batch that were mixed, and the boxes. On the CPU.
-
-    partner   int64 [B]: position in the batch of the image mixed in
-    blend     float64 [B]: an image's own share outside the box; 1 for CutMix
-    box       float64 [B, 4]: (left, top, right, bottom) of the part taken from the partner
-              alone, as fractions of width and height; empty for Mixup
-    """
-
-    partner: Tensor
-    blend: Tensor
-    box: Tensor
-
-    @property
-    def weight(self) -> Tensor:
-        """An image's own share in its target, float32 [B]: by blend for Mixup, by area for
-        CutMix."""
-        return self.own_share((1, 1))[:, 0]
-
-    def own_share(self, grid: tuple[int, int]) -> Tensor:
-        """An image's own share in each cell of a grid, by area: float32 [B, T], row-major."""
-        h, w = grid
-        covered_x = self._covered(0, w)
-        covered_y = self._covered(1, h)
-        covered = covered_y.unsqueeze(-1) * covered_x.unsqueeze(-2)  # [B, h, w]
-        return (self.blend[:, None] * (1 - covered.flatten(1))).float()
-
-    def blended(self, values: Tensor, share: Tensor) -> Tensor:
-        """share * an image's own values + (1 - share) * its partner's."""
-        return torch.lerp(values[self.partner.to(values.device)], values, share.to(values))
-
-    def _covered(self, axis: int, n: int) -> Tensor:
-        """Share [B, n] of each of the n cells of an axis that the box covers."""
-        first = self.box[:, axis, None] * n
-        last = self.box[:, axis + 2, None] * n
-        cells = torch.arange(n, dtype=self.box.dtype)
-        return (torch.minimum(last, cells + 1) - torch.maximum(first, cells)).clamp(0, 1)
-
-
-def mix(
-    images: Tensor,
-    image_ids: Tensor,
-    seed: int,
-    epoch: int,
-    settings: AugmentSettings,
-    parts: Sequence[int] = (),
-) -> tuple[Tensor, Mix | None]:
-    """Mixup and CutMix of a batch: (mixed images, what was mixed), or the images and None when both
-    are off.
-
-    images      floating point [B, C, height, width], normalised or not: mixing is linear
-    parts       sizes of the parts of the batch that are mixed each among themselves; all are one
-                part by default
-
-    The images of a batch are put in an order drawn from (seed, epoch, image id), and each is mixed
-    with the next in it: partners depend on which images are in the batch, not on their places, and
-    none is its own unless it is alone. Mixup (arXiv 1710.09412) is share * own + (1 - share) *
-    partner; CutMix (arXiv 1905.04899) puts a box of the partner over the image, of the drawn area,
-    its centre anywhere and the part outside cut off; its share is the area that stays.
-    """
-    if not (settings.mixup or settings.cutmix):
-        return images, None
-    pairing = uniforms(seed, epoch, image_ids, 1, PAIRING)[:, 0]
-    partner = np.empty(len(image_ids), dtype=np.int64)
-    for part in np.split(np.arange(len(image_ids)), np.cumsum(parts)[:-1].astype(np.int64)):
-        order = part[np.lexsort((np.asarray(image_ids)[part], pairing[part]))]
-        partner[order] = np.roll(order, -1)
-    draws = uniforms(seed, epoch, image_ids, 4, MIXING)
-    if settings.mixup and settings.cutmix:
-        cut = draws[:, 0] < 0.5
-    else:
-        cut = np.full(len(draws), bool(settings.cutmix))
-    share = np.where(cut, _beta(draws[:, 1], settings.cutmix), _beta(draws[:, 1], settings.mixup))
-    height, width = images.shape[-2:]
-    boxes = _cutmix_boxes(share, draws[:, 2:], (height, width))
-    mixed = Mix(
-        torch.from_numpy(partner),
-        torch.from_numpy(np.where(cut, 1.0, share)),
-        torch.from_numpy(np.where(cut[:, None], boxes, 0.0)),
-    )
-    share_of_pixels = mixed.own_share((height, width)).view(-1, 1, height, width)
-    return mixed.blended(images, share_of_pixels), mixed
-
-
-def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
-    """Uniform draws turned into draws from Beta(alpha, alpha)."""
-    from scipy.special import betaincinv
-
-    if not alpha:  # nobody reads them
-        return draws
-    return betaincinv(alpha, alpha, draws)
-
-
-def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """(left, top, right, bottom) [B, 4] over about 1 - share of the image, as fractions."""
-    pixels = np.array(size[::-1])
-    extent = np.floor(pixels * np.sqrt(1 - share)[:, None])
-    start = np.floor(centres * pixels) - extent // 2
-    corners = np.clip([start, start + extent], 0, pixels) / pixels
-    return np.concatenate(list(corners), axis=-1)
-
-
-def mixed_map(maps: Tensor, mixed: Mix | None, grid: tuple[int, int]) -> Tensor:
-    """Attention maps [B, H, T, T] that a mixed batch should show, from those of its images, each
-    moved with its own view.
-
-    The attention of a query is the mean of that in its two sources, weighted by the share of the
-    query's area that each source has: one share for all queries with Mixup; with CutMix the
-    partner's attention inside the box, the image's outside, and the mean of both in tokens that the
-    box cuts. Keys are neither weighted nor renormalised: a query keeps looking where its source
-    looked, also where the mixed image now shows the other one. So it still sums to 1.
-    """
-    if mixed is None:
-        return maps
-    return mixed.blended(maps, mixed.own_share(grid)[:, None, :, None])
-
-
-def mixed_targets(probabilities: Tensor, mixed: Mix | None) -> Tensor:
-    """Probabilities of classes [B, C] for a mixed batch: one-hot labels, or the teacher's
-    softmax (never its logits)."""
-    if mixed is None:
-        return probabilities
-    return mixed.blended(probabilities, mixed.weight[:, None])

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data.augment import Augment, Mix, mix
+from gaupipe.data.augment import Augment
 from gaupipe.data.buckets import Buckets, slices
 from gaupipe.data.loader import Loaded, Loader, requests
+from gaupipe.data.mixing import Mix, mix
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.maps.gaussians import Geometry
 from gaupipe.settings import DataSettings

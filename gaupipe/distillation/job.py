@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import store
-from gaupipe.data.augment import mixed_targets
 from gaupipe.data.batches import Batch
+from gaupipe.data.mixing import mixed_targets
 from gaupipe.distillation.export import drawing
 from gaupipe.distillation.kinds import MAP_KINDS, Reader
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft_loss

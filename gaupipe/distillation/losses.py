@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gaupipe.attention.base import fused_attention
 from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
 from gaupipe.attention.standard import in_steps
-from gaupipe.data.augment import Mix, mixed_map
+from gaupipe.data.mixing import Mix, mixed_map
 from gaupipe.distillation.kinds import StoredAttention
 from gaupipe.maps.gaussians import Geometry, outer
 from gaupipe.system.errors import UserError

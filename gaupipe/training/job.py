@@ -14,9 +14,10 @@ from timm.layers import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from gaupipe.data.augment import Augment, Mix, mixed_targets
+from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, train_and_val
 from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.data.mixing import Mix, mixed_targets
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import (
     BaselineSettings,
