@@ -342,7 +342,7 @@ def test_the_maps_are_those_of_the_latest_pass():
 
 
 def test_causal_masks_keyless_queries_and_grouped_keys():
-    from gaupipe.vit.capture import attention_map
+    from gaupipe.vit.attention_maps import attention_map
 
     query, key = torch.randn(2, 1, 4, 5, 8)
     key = key[:, :2]

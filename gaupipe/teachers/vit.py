@@ -1,7 +1,7 @@
 """A trained vision transformer as a teacher, and the attention maps that it shows.
 
 Maps are read at the calls of torch's ``scaled_dot_product_attention``
-(:mod:`gaupipe.vit.capture`), so any ViT that attends through that function can be read, whatever it
+(:mod:`gaupipe.vit.attention_maps`), so any ViT that attends through that function can be read, whatever it
 does to queries and keys before (norms, rotary positions).
 
 Axis letters: B images, L blocks, H heads, P class and register tokens, T patches, C classes.
@@ -26,7 +26,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.maps.views import pool_map, without_prefix
 from gaupipe.system.errors import UserError, one_line
-from gaupipe.vit.capture import AttentionReader, attention_map, use_fused_attention
+from gaupipe.vit.attention_maps import AttentionReader, attention_map, use_fused_attention
 from gaupipe.vit.slicing import spread_of_stream
 
 SETTING = "phase_a.teacher"

@@ -10,103 +10,15 @@ Axis letters: B images, H heads, T tokens (class and register tokens, then patch
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_mask
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
-from gaupipe.attention.base import fused_attention, hidden_by
 from gaupipe.system.errors import UserError
-
-
-def attention_map(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    queries: Tensor | None = None,
-) -> Tensor:
-    """The weights that ``scaled_dot_product_attention`` gives to the keys, from its arguments.
-
-    query, key   [..., H, T, d_m], any floating dtype; ``value`` and ``dropout_p`` play no part
-    queries      int64 [Q]: the tokens whose rows are computed; None computes all
-
-    Returns float32 [..., H, Q, T]. Rows sum to 1; the row of a query without a key is 0.
-    """
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-    rows = torch.arange(query.shape[-2], device=query.device)
-    if queries is not None:
-        rows = rows[queries.to(rows.device)]  # [Q]; negative numbers count from the end
-        query = query[..., rows, :]  # [..., H, Q, d_m]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    device = "cpu" if query.is_meta else query.device.type  # "meta" has no autocast
-    with torch.autocast(device, enabled=False):
-        scores = (query.float() * scale) @ key.float().mT  # [..., H, Q, T]
-    if is_causal:
-        columns = torch.arange(key.shape[-2], device=query.device)
-        scores = scores.masked_fill(columns > rows[:, None], -torch.inf)
-    if attn_mask is not None:
-        if queries is not None and attn_mask.shape[-2] > 1:
-            attn_mask = attn_mask[..., rows, :]
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        else:
-            scores = scores + attn_mask
-    keyless = scores.isneginf().all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(keyless, 0.0)
-
-
-class AttentionReader(TorchFunctionMode):
-    """Hands the arguments of every ``scaled_dot_product_attention``, and of gaupipe's
-    ``fused_attention``, to ``see`` while it is active.
-
-    ``see`` is called as torch's attention is, before it. What it returns, unless that is None,
-    takes the place of the attention's output.
-    """
-
-    def __init__(self, see: Callable[..., Tensor | None]) -> None:
-        super().__init__()
-        self.see = see
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        output = None
-        if func is scaled_dot_product_attention:
-            with torch._C.DisableTorchFunction():
-                output = self.see(*args, **kwargs)
-        elif func is fused_attention:
-            with torch._C.DisableTorchFunction():
-                query, key, value, mask, *others = args
-                output = self.see(query, key, value, with_infinities(mask), *others)
-        return func(*args, **kwargs) if output is None else output
-
-
-def with_infinities(mask: Tensor | None) -> Tensor | None:
-    """An additive mask with -inf for the lowest numbers, as gaupipe's attentions read it."""
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    return mask.masked_fill(hidden_by(mask), -torch.inf)
-
-
-def use_fused_attention(model: nn.Module) -> None:
-    """Makes a timm model attend by ``scaled_dot_product_attention``, whose calls can be seen."""
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "fused_attn"):
-            module.fused_attn = True
+from gaupipe.vit.attention_maps import AttentionReader, attention_map
+from gaupipe.vit.transformers_maps import interface_of_transformers
 
 
 class CapturedMaps:
@@ -209,7 +121,7 @@ def capture(
         with (
             torch.compiler.set_stance("force_eager"),  # a graph runs without what is to be seen
             AttentionReader(captured.see),
-            _interface_of_transformers(captured),
+            interface_of_transformers(captured),
         ):
             yield captured.maps
     finally:
@@ -265,152 +177,3 @@ def _number_of_blocks(model: Any) -> int | None:
     if hasattr(model, "blocks"):
         return len(model.blocks)
     return getattr(getattr(model, "config", None), "num_hidden_layers", None)
-
-
-@contextlib.contextmanager
-def _interface_of_transformers(captured: CapturedMaps) -> Iterator[None]:
-    """Adds the maps of the attention functions of transformers, where that is imported."""
-    utilities = sys.modules.get("transformers.modeling_utils")
-    if utilities is None:
-        yield
-        return
-    interface = utilities.AttentionInterface
-    original = interface.get_interface
-
-    def get_interface(
-        self: Any, implementation: str, default: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        function = original(self, implementation, default)
-        return _seen(function, str(implementation), captured)
-
-    interface.get_interface = get_interface
-    try:
-        yield
-    finally:
-        interface.get_interface = original
-
-
-def _seen(
-    function: Callable[..., Any], implementation: str, captured: CapturedMaps
-) -> Callable[..., Any]:
-    """An attention ``function`` of transformers that adds its map to those captured.
-
-    sdpa and flex_attention are told by their arguments, and every other one by what it calls, as
-    gaupipe's are, or by the weights that it returns, as each model's own eager attention does.
-    """
-    maps: dict[str, Callable[..., Tensor]] = {"sdpa": _map_of_sdpa, "flex_attention": _map_of_flex}
-    map_of = maps.get(implementation)
-
-    def attend(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not captured.watching:
-            return function(module, query, key, *args, **kwargs)
-        if map_of is not None:
-            captured.add(map_of, module, query, key, *args, **kwargs)
-            # what transformers compiles itself stays so, for the same outputs to the bit
-            with captured.paused(), torch.compiler.set_stance("default"):
-                return function(module, query, key, *args, **kwargs)
-        calls = captured.calls
-        output = function(module, query, key, *args, **kwargs)
-        if captured.calls > calls:
-            return output
-        weights = output[1]
-        if weights is None or weights.shape != (*query.shape[:-1], key.shape[-2]):
-            raise UserError(
-                f"{type(module).__name__} does not show the weights of its attention "
-                f"{implementation!r}: load the model with attn_implementation='eager'"
-            )
-        if kwargs.get("dropout") and module.training:
-            raise UserError(
-                f"{type(module).__name__} shows the weights of its attention {implementation!r} "
-                "only after dropout: call model.eval()"
-            )
-        captured.add(_rows, weights)
-        return output
-
-    return attend
-
-
-def _rows(weights: Tensor, queries: Tensor | None) -> Tensor:
-    """Rows [B, H, Q, T] float32 of the weights [B, H, T, T] of an attention."""
-    if queries is None:
-        return weights.float()
-    return weights[..., queries.to(weights.device), :].float()
-
-
-def _map_of_sdpa(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    *,
-    queries: Tensor | None,
-    **_without_effect: Any,
-) -> Tensor:
-    """The map [B, H, Q, S] of transformers' ``sdpa_attention_forward``, from its arguments."""
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    is_causal = bool(is_causal) and attention_mask is None and query.shape[-2] > 1
-    if position_bias is not None and is_causal:
-        position_bias = position_bias[..., : key.shape[-2]]
-    return attention_map(
-        query,
-        key,
-        attn_mask=_biased(attention_mask, position_bias),
-        is_causal=is_causal,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
-        queries=queries,
-    )
-
-
-def _map_of_flex(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    *,
-    queries: Tensor | None,
-    **_without_effect: Any,
-) -> Tensor:
-    """The map [B, H, Q, S] of transformers' ``flex_attention_forward``, from its arguments."""
-    if softcap is not None or s_aux is not None:
-        raise UserError(
-            f"{type(module).__name__} caps its scores or has attention sinks, whose maps cannot "
-            "be told from flex_attention: load the model with attn_implementation='eager'"
-        )
-    if isinstance(attention_mask, BlockMask):
-        sequences, heads, *_rounded_up = attention_mask.shape
-        tokens = query.shape[-2], key.shape[-2]
-        attention_mask = create_mask(
-            attention_mask.mask_mod, sequences, heads, *tokens, device=str(query.device)
-        )
-    elif attention_mask is not None:
-        # it is added to the scores, even a boolean one
-        attention_mask = attention_mask[..., : key.shape[-2]].float()
-    return attention_map(
-        query,
-        key,
-        attn_mask=_biased(attention_mask, position_bias),
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
-        queries=queries,
-    )
-
-
-def _biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """A mask, boolean or additive, with the position bias [B or 1, H, T, S] of the scores."""
-    if bias is None or mask is None:
-        return mask if bias is None else bias
-    if mask.dtype == torch.bool:
-        return bias.masked_fill(~mask, -torch.inf)
-    return mask + bias

@@ -31,7 +31,8 @@ from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
-from gaupipe.vit.capture import AttentionReader, gradient_rollout
+from gaupipe.vit.attention_maps import AttentionReader
+from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import forward_with_maps
 from stages.runs.directory import RunDirectory
 from stages.runs.students import recorded_store
