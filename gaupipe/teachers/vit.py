@@ -1,8 +1,8 @@
 """A trained vision transformer as a teacher, and the attention maps that it shows.
 
 Maps are read at the calls of torch's ``scaled_dot_product_attention``
-(:mod:`gaupipe.vit.attention_maps`), so any ViT that attends through that function can be read, whatever it
-does to queries and keys before (norms, rotary positions).
+(:mod:`gaupipe.vit.attention_maps`), so any ViT that attends through that function can be read,
+whatever it does to queries and keys before (norms, rotary positions).
 
 Axis letters: B images, L blocks, H heads, P class and register tokens, T patches, C classes.
 """
