@@ -7,7 +7,7 @@ import functools
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +111,15 @@ def _unwrapped(folder: Path, split: str) -> Path:
     if len(inside) == 1 and split_of(inside[0].name) == split:
         return inside[0]
     return folder
+
+
+def check_classes(
+    classes: Iterable[str], known: Iterable[str], place: str, training: object
+) -> None:
+    """Raises UserError if images in a ``place`` have a class that the ``training`` images lack."""
+    unknown = sorted({*classes} - {*known})
+    if unknown:
+        raise UserError(f"{place} has the class {unknown[0]!r}, which {training} lacks")
 
 
 def find_classes(folder: Path) -> dict[str, list[str]]:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gaupipe.data.folder import FolderFacts, find_classes, find_splits, place_of
+from gaupipe.data.folder import FolderFacts, check_classes, find_classes, find_splits, place_of
+from gaupipe.data.hfds import row_sources
 from gaupipe.data.images import ArrayImages, FileImages, Source, as_asked
-from gaupipe.data.packed import find_archives, row_sources, tar_sources
+from gaupipe.data.tar import find_archives, tar_sources
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
@@ -146,11 +147,7 @@ def _folder_sources(
         if folder is None:
             return None
         classes = find_classes(folder)
-        unknown = sorted(classes.keys() - training.keys())
-        if unknown:
-            raise UserError(
-                f"data.root: {folder} has the class {unknown[0]!r}, which {folders.train} lacks"
-            )
+        check_classes(classes, training, f"data.root: {folder}", folders.train)
         return labelled_images(folder, classes, [*training], settings)
 
     train = labelled_images(folders.train, training, [*training], settings)

@@ -1,0 +1,131 @@
+"""Images in tables of Hugging Face's ``datasets``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from gaupipe.data.folder import say_once, split_of
+from gaupipe.data.images import FileImages, stamp_of
+from gaupipe.data.packed import Images, number_first, sources_of
+from gaupipe.settings import DataSettings
+from gaupipe.settings.sections import HFDS
+from gaupipe.system.errors import UserError, one_line
+
+IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp")
+LABEL_COLUMNS = ("label", "fine_label", "labels", "cls", "class")
+"""Columns of a table, the likeliest first; ``cls`` and ``jpg`` are WebDataset's names."""
+
+
+class Rows:
+    """The bytes of images in the ``column`` of a table called ``name``, or in the files that it
+    names."""
+
+    def __init__(self, name: str, table: Any, column: str) -> None:
+        self.name = name
+        self.table = table.select_columns([column])
+        self.column = column
+        files = [stamp_of(file["filename"]) for file in table.cache_files]
+        # of a table in memory there is no knowing: it has changed at the end of time
+        self.stamp_of_table = " ".join(text for text, _ in files)
+        self.changed_ns = max((changed for _, changed in files), default=sys.maxsize)
+
+    def read(self, position: int) -> bytes:
+        image = self.table[position][self.column]
+        if image["bytes"] is not None:
+            return image["bytes"]
+        return Path(image["path"]).read_bytes()
+
+    def place(self, position: int) -> str:
+        return self.name
+
+    def stamp(self, position: int) -> tuple[str, int]:
+        image = self.table[position][self.column]
+        if image["bytes"] is not None:
+            return f"{self.stamp_of_table} {position}", self.changed_ns
+        return stamp_of(image["path"])
+
+
+def row_sources(settings: DataSettings, download: bool) -> dict[str, FileImages]:
+    """The images of ``data.name: hfds/NAME``: of the folder NAME in ``data.root``, or of the Hub's
+    data set, which ``download`` fetches. Raises UserError for what cannot be read or lacks labels.
+    """
+    splits: dict[str, Images] = {}
+    for name, table in _tables(settings, download).items():
+        split = split_of(name)
+        if split is None:
+            say_once(f"{settings.name}: left out {name}, which is neither train, val nor test")
+            continue
+        images = _images_of(f"{settings.name}/{name}", table)
+        if images is not None:
+            splits[split] = images
+        elif split != "train":
+            say_once(f"{settings.name}: left out {name}, in which images have no labels")
+        else:
+            raise UserError(
+                f"{settings.name}: no labels in the columns {', '.join(table.column_names)}: the "
+                f"classes should be in a column {LABEL_COLUMNS[0]!r}"
+            )
+    return sources_of(Path(settings.name), splits, settings)
+
+
+def _tables(settings: DataSettings, download: bool) -> dict[str, Any]:
+    """The tables of a data set, by their names of the splits."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"data.name: {settings.name} needs pip install 'gaupipe[hfds]'") from None
+    name = settings.name.removeprefix(HFDS)
+    folder = Path(settings.root or "", name)
+    offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = offline or not download
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(str(folder))
+        elif folder.is_dir():
+            loaded = datasets.load_dataset(str(folder.resolve()))
+        else:
+            loaded = datasets.load_dataset(name, cache_dir=settings.root and str(settings.root))
+    except Exception as error:  # whatever its readers of many formats raise
+        raise UserError(
+            f"data.name: {settings.name} cannot be read ({one_line(error)}); it should be a folder "
+            "in data.root, or a name of the Hub, which download=true fetches"
+        ) from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
+    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+
+
+def _images_of(name: str, table: Any) -> Images | None:
+    """The images of a table; None where it, or one of its images, has no label."""
+    import datasets
+
+    features = table.features
+    typed = [column for column in features if isinstance(features[column], datasets.Image)]
+    columns = [*typed, *(column for column in IMAGE_COLUMNS if column in features)]
+    if not columns:
+        raise UserError(f"{name}: no images in the columns {', '.join(features)}")
+    classed = [column for column in features if isinstance(features[column], datasets.ClassLabel)]
+    named = [column for column in LABEL_COLUMNS if column in features]
+    if not named + classed:
+        return None
+    label = [*named, *classed][0]
+    values = table.select_columns([label])[:][label]
+    if None in values or -1 in values:
+        return None
+    if label in classed:
+        labels = [features[label].names[value] for value in values]
+        classes = [text for text in features[label].names if text in {*labels}]
+    else:
+        labels = [str(value) for value in values]
+        classes = sorted({*labels}, key=number_first)
+    table = table.cast_column(columns[0], datasets.Image(decode=False))
+    path = f"{columns[0]}.path"
+    paths = table.flatten().select_columns([path])[:][path]
+    names = [os.path.basename(path or "") or f"{place:09}" for place, path in enumerate(paths)]
+    names = [f"{label}/{name}" for label, name in zip(labels, names, strict=True)]
+    return Images(names, labels, classes, Rows(name, table, columns[0]))

@@ -1,0 +1,166 @@
+"""Images in tar archives, of which WebDataset's shards are some."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from gaupipe.data.decoding import is_image
+from gaupipe.data.folder import folders_in, say_once, split_of
+from gaupipe.data.images import FileImages, stamp_of
+from gaupipe.data.packed import Images, number_first, sources_of
+from gaupipe.settings import DataSettings
+from gaupipe.system.errors import UserError
+
+
+class Member(NamedTuple):
+    """An image in an archive, which its path in the data set and its class have brought here."""
+
+    path: str
+    label: str | None
+    archive: int
+    offset: int
+    bytes: int
+
+
+class TarMembers:
+    """The bytes of ``members`` of archives."""
+
+    def __init__(self, archives: Sequence[Path], members: Sequence[Member]) -> None:
+        self.archives = archives
+        self.stamps = [stamp_of(str(path)) for path in archives]
+        self.places = np.array([member[2:] for member in members])  # archive, offset, bytes
+
+    def read(self, position: int) -> bytes:
+        archive, offset, size = self.places[position].tolist()
+        return read_part(self.archives[archive], offset, size)
+
+    def place(self, position: int) -> str:
+        return str(self.archives[self.places[position, 0]])
+
+    def stamp(self, position: int) -> tuple[str, int]:
+        archive, offset, _ = self.places[position].tolist()
+        stamp, changed_ns = self.stamps[archive]
+        return f"{stamp} {offset}", changed_ns
+
+
+def read_part(path: Path, offset: int, size: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def find_archives(root: Path) -> dict[Path, str | None]:
+    """The .tar files of a data set, each with the split that a word of its name, or its folder,
+    names. Empty where ``root`` is neither a .tar nor a folder of them alone."""
+    if root.is_file():
+        return {root: None}
+    archives: dict[Path, str | None] = {}
+    for path in sorted(root.glob("[!.]*.tar")):
+        words = re.findall("[A-Za-z]+", path.stem)
+        archives[path] = next(filter(None, map(split_of, words)), None)
+    for folder in folders_in(root) if root.is_dir() else []:
+        inside = sorted(folder.glob("[!.]*.tar"))
+        if split_of(folder.name) is None or not inside:
+            return {}  # a folder of a class
+        archives |= dict.fromkeys(inside, split_of(folder.name))
+    without = [path for path, split in archives.items() if split is None]
+    if len(without) not in (0, len(archives)):
+        raise UserError(f"{without[0]}: the names of all archives should have train, val or test")
+    return archives
+
+
+def tar_sources(root: Path, settings: DataSettings) -> dict[str, FileImages]:
+    """The images in the archives of :func:`find_archives`. The class of an image is what the file
+    .cls beside it says (WebDataset); else the folder that it lies in, or else its archive's name.
+    Raises UserError for an archive that is not whole, and for an image without a class."""
+    archives = find_archives(root)
+    members: list[Member] = []
+    for number, (path, split) in enumerate(archives.items()):
+        start = f"{split}/" if split else ""
+        members += members_of(path, number, start)
+    if not members:
+        raise UserError(f"{root}: no image that Pillow reads is in there")
+    while _in_one_folder(members):  # as tar packs a folder that it is given
+        members = [member._replace(path=member.path.partition("/")[2]) for member in members]
+    in_splits = any(split_of(member.path.split("/")[0]) == "train" for member in members)
+    found: dict[str, list[Member]] = {}
+    for member in members:
+        split = "train"
+        if in_splits:
+            first, _, rest = member.path.partition("/")
+            split = split_of(first) or ""
+            member = member._replace(path=rest)
+        label = member.label or member.path.split("/")[0]
+        found.setdefault(split, []).append(member._replace(label=label))
+    if others := found.pop("", []):
+        say_once(f"{root}: left out {len(others)} images that are of no split")
+    splits = {}
+    for split, inside in found.items():
+        inside.sort(key=lambda member: (number_first(member.label or ""), member.path))
+        names = [member.path for member in inside]
+        labels = [member.label or "" for member in inside]
+        classes = sorted({*labels}, key=number_first)
+        splits[split] = Images(names, labels, classes, TarMembers([*archives], inside))
+    return sources_of(root, splits, settings)
+
+
+def members_of(archive: Path, number: int, start: str) -> Iterator[Member]:
+    """The images of an archive, whose paths begin with ``start``."""
+    images: list[tuple[str, int, int]] = []
+    labels: dict[str, str] = {}
+    for name, offset, size in _files_in(archive):
+        if name.endswith(".cls"):
+            labels[_key(name)] = read_part(archive, offset, size).decode(errors="replace").strip()
+        elif is_image(name):
+            images.append((name, offset, size))
+    for name, offset, size in images:
+        label = labels.get(_key(name))
+        flat = "/" not in name
+        if label is None and (labels or (flat and start)):
+            raise UserError(
+                f"{archive}: {name} has no class: it should have a file .cls beside it, as others "
+                "have, or should lie in a folder CLASS/"
+            )
+        folder = f"{archive.stem}/" if flat else ""
+        yield Member(f"{start}{folder}{name}", label, number, offset, size)
+
+
+def _files_in(archive: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, bytes) of the files in an archive, without hidden ones. Raises UserError for
+    an archive that ends early or is compressed."""
+    try:
+        with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            while member := tar.next():
+                tar.members.clear()  # type: ignore[attr-defined]  # it would hold a million
+                parts = [part for part in member.name.split("/") if part not in ("", ".")]
+                if member.isreg() and not any(part.startswith(".") for part in parts):
+                    yield "/".join(parts), member.offset_data, member.size
+            file.seek(tar.offset)
+            end = file.read(tarfile.RECORDSIZE)
+    except tarfile.TarError as error:
+        raise _not_whole(archive, str(error)) from None
+    if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):  # to tarfile any damage is the end
+        raise _not_whole(archive, "damaged or cut off before its end mark")
+
+
+def _not_whole(archive: Path, reason: str) -> UserError:
+    return UserError(f"{archive}: is no whole, uncompressed .tar ({reason}); fetch it again")
+
+
+def _key(name: str) -> str:
+    """WebDataset's name of a sample: the path up to the first dot of the file's name."""
+    folder, slash, file = name.rpartition("/")
+    return folder + slash + file.partition(".")[0]
+
+
+def _in_one_folder(members: Sequence[Member]) -> bool:
+    """True where all images lie in one folder that is neither a class nor a split."""
+    first = {member.path.partition("/")[0] for member in members}
+    deep = all(member.path.count("/") > 1 for member in members)
+    return len(first) == 1 and deep and split_of(*first) is None
