@@ -9,9 +9,9 @@ from gaupipe.system.errors import UserError
 
 WIDE = 192
 """From this width on bfloat16 saves more time in matrix products than its casts cost. A step of a
-training in bfloat16 against one in float32, on processors with AVX512-BF16 and with AMX: width 64
-1.5 and 1.8 of the time, 192 0.72 and 0.92 (224 pixels: 0.59), 384 0.91; a forward pass of width 192
-at 224 pixels 0.36 (benchmarks/precision.py)."""
+training in bfloat16 takes these shares of one in float32, on processors with AVX512-BF16 and with
+AMX: width 64 1.5 and 1.6, 128 0.90 and 1.5, 192 0.72 and 0.79, 384 0.90 with AMX; a forward pass of
+width 192 0.45 (benchmarks/precision.py)."""
 
 
 def choose_precision(asked: str, device: torch.device, width: int) -> str:
