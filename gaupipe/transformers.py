@@ -27,7 +27,8 @@ from gaupipe.attention.kernels import perpendicular
 from gaupipe.attention.options import check_options
 from gaupipe.system.errors import UserError
 
-VISIBLE, OWN = 1, 2
+VISIBLE = 1
+OWN = 2
 """Bits of the masks that :func:`visible_and_own` makes."""
 
 UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
@@ -114,16 +115,19 @@ def attend(
     for name in UNKNOWN:
         if kwargs.get(name) is not None:
             raise UserError(f"{type(module).__name__} attends with {name}: gaupipe cannot do that")
-    T, S = query.shape[2], key.shape[2]
+    T = query.shape[2]
+    S = key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if S < T or (S > T and not causal) or is_cross_attention(module, causal):
         raise UserError(
             f"{type(module).__name__} attends to other tokens than its own (cross-attention): "
             "there a token has no value of its own"
         )
-    visible, itself = attention_mask, None
+    visible = attention_mask
+    itself = None
     if attention_mask is not None and attention_mask.dtype == torch.uint8:
-        visible, itself = (attention_mask & VISIBLE).bool(), (attention_mask & OWN).bool()
+        visible = (attention_mask & VISIBLE).bool()
+        itself = (attention_mask & OWN).bool()
     v = own_entries(value, itself, T)
     if hide_own:
         if itself is None:

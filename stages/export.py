@@ -303,7 +303,8 @@ class Place:
         """The writer of a rank: the first one makes the store, or continues or repairs it."""
         if not distributed.is_main():
             return store.join(self.url)
-        shard_bytes, shared = int(self.shard_mb * 1e6), decoder(job, schema.kind)
+        shard_bytes = int(self.shard_mb * 1e6)
+        shared = decoder(job, schema.kind)
         if self.repair:
             return store.repair(self.url, schema, shard_bytes=shard_bytes, decoder=shared)
         if not self.overwrite and self.part is None and is_complete(self.url):
@@ -377,7 +378,8 @@ def write(job: TeacherJob[Any], writer: store.Writer, place: Place) -> None:
     images = sum(shard.stop - shard.start for shard in pending)
     mine = pending[distributed.rank() :: distributed.world_size()]
     losses: list[Tensor] = []
-    started, world_size = time.monotonic(), distributed.world_size()
+    started = time.monotonic()
+    world_size = distributed.world_size()
     with (
         EpochProgress("export", images, 1) as progress,
         ThreadPoolExecutor(WRITERS, "export") as pool,
@@ -401,7 +403,8 @@ def write(job: TeacherJob[Any], writer: store.Writer, place: Place) -> None:
             write.result()
         all_losses = distributed.all_gather_object(losses)  # once all ranks' shards are stored
         missing = distributed.from_main(lambda: finish(writer, everything, place))
-        seconds, entry = time.monotonic() - started, entry_of(schema)
+        seconds = time.monotonic() - started
+        entry = entry_of(schema)
         speed = images / max(seconds, 1e-9)
         progress.line(f"export: {images:,} {entry}s in {seconds:.1f} s, {speed:,.0f} {entry}s/s")
         gathered = [loss for rank_losses in all_losses for loss in rank_losses]
@@ -441,7 +444,9 @@ def entry_of(schema: store.Schema) -> str:
 
 def announcement(schema: store.Schema, images: int, part: tuple[int, int] | None = None) -> str:
     """The amount that is about to be written, in one line."""
-    written, entry, size = schema.num_images - images, entry_of(schema), schema.bytes_per_image
+    written = schema.num_images - images
+    entry = entry_of(schema)
+    size = schema.bytes_per_image
     kind = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
     if blocks := schema.extra.get("layers"):
         kind += f" of blocks {', '.join(map(str, blocks))}"

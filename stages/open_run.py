@@ -54,7 +54,8 @@ class Run:
     def store(self) -> store.Store:
         """The store of the teacher's maps. Raises StoreError where there is none, and UserError for
         the teacher local, which has none."""
-        url, teacher_sha256 = str(self.directory.stored()), self.directory.teacher_digest()
+        url = str(self.directory.stored())
+        teacher_sha256 = self.directory.teacher_digest()
         return store.open(url, dataset_sha256=self.data.sha256, teacher_sha256=teacher_sha256)
 
     def images(self, ids: Iterable[int], split: str = "train", view: int | None = None) -> Tensor:

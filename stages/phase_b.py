@@ -61,7 +61,8 @@ def train_student(
 
 def start(request: StudentRequest, data: ImageData, afresh: bool) -> Training:
     """The training of a request; one that starts ``afresh`` has the weights of its warm start."""
-    settings, teacher = request.settings, request.teacher
+    settings = request.settings
+    teacher = request.teacher
     job = build(settings, data, teacher, request.maps_url, afresh)
     if teacher is not None and settings.phase_b.warm_start != "none" and afresh:
         vit = phase_a.load(teacher, data, with_images=False).teacher

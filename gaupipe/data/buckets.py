@@ -23,7 +23,8 @@ class Buckets:
     """``images`` image ids in ``count`` buckets: id i is in bucket (i // BLOCK) % count."""
 
     def __init__(self, images: int, count: int = 1) -> None:
-        self.images, self.count = images, count
+        self.images = images
+        self.count = count
 
     def of(self, image_ids: np.ndarray) -> np.ndarray:
         """The bucket of each image id."""
@@ -44,7 +45,8 @@ class Buckets:
 
     def rank_buckets(self) -> range:
         """The buckets of this rank."""
-        rank, world = distributed.rank(), distributed.world_size()
+        rank = distributed.rank()
+        world = distributed.world_size()
         return range(rank * self.count // world, (rank + 1) * self.count // world)
 
     def steps(self, batch_size: int) -> int:

@@ -73,7 +73,8 @@ class ImageCache:
 
     def __init__(self, digest: str, shape: tuple[int, int, int, int], enabled: bool = True) -> None:
         self.path = cache_folder() / "images" / f"{digest}.npy"
-        self.shape, self.enabled = shape, enabled
+        self.shape = shape
+        self.enabled = enabled
         self.images: Tensor | None = None  # where nothing is mapped
 
     def fits(self) -> bool:

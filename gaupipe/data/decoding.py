@@ -94,7 +94,9 @@ def _ends_black(image: Image.Image) -> bool:
 def _check_rows(file: BinaryIO) -> None:
     """Raises ValueError for a PNG that holds fewer bytes of pixels than its header says."""
     file.seek(8)
-    expected, found, inflate = 0, 0, zlib.decompressobj()
+    expected = 0
+    found = 0
+    inflate = zlib.decompressobj()
     while len(start := file.read(8)) == 8:
         length, kind = struct.unpack(">I4s", start)
         content = file.read(length)

@@ -52,7 +52,9 @@ def make_schema(
     """The schema of a store of this teacher; ``sha256`` is the teacher's where it is known.
     Raises UserError for a kind that this teacher does not have, StoreError for an encoding that the
     kind does not have."""
-    kind, data, shape = export.kind, job.data, job.shape
+    kind = export.kind
+    data = job.data
+    shape = job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
     check_export(export, job.settings, job.teacher, shape.grid, shape.layers)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None

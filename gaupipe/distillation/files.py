@@ -105,7 +105,8 @@ def open_model(
         source = f"{LOCAL}{source}"
     source = with_whole_path(source)
     files = list(image_files(paths))  # refuses what is not there before a model is loaded
-    note, fewer = "", ""
+    note = ""
+    fewer = ""
     model: Any
     if random_weights:
         model = initialised(source, download)
@@ -189,10 +190,12 @@ def fitted(model: Any) -> tuple[int | None, str]:
     """The pixels at which a model with many patches is looked at, and a note; (None, "") where it
     is looked at as it is."""
     patches = getattr(model, "patch_embed", None)
-    grid, patch = getattr(patches, "grid_size", None), getattr(patches, "patch_size", (1,))[0]
+    grid = getattr(patches, "grid_size", None)
+    patch = getattr(patches, "patch_size", (1,))[0]
     if not grid or max(grid) <= MOST_PATCHES or not hasattr(model, "set_input_size"):
         return None, ""
-    size, pixels = MOST_PATCHES * patch, max(grid) * patch
+    size = MOST_PATCHES * patch
+    pixels = max(grid) * patch
     return size, (
         f"Shown at {size} pixels, of the model's {pixels}: --image-size {pixels} shows all."
     )

@@ -81,7 +81,8 @@ class PhaseB(Training):
 
     def remarks(self) -> list[str]:
         schema = self.maps.schema
-        phase, augment = self.settings.phase_b, self.settings.augment
+        phase = self.settings.phase_b
+        augment = self.settings.augment
         remarks = super().remarks()
         if len(self.student.blocks) != schema.layers:
             remarks.append(f"its blocks are compared with the stored blocks {self.layers}")
@@ -110,7 +111,8 @@ class PhaseB(Training):
     @cached_property
     def layers(self) -> list[int | None]:
         """For each block of the student the stored block that it is compared with."""
-        depth, layers = len(self.student.blocks), self.maps.schema.layers
+        depth = len(self.student.blocks)
+        layers = self.maps.schema.layers
         return layer_map(self.settings.phase_b, depth, layers)
 
     @cached_property
@@ -126,7 +128,8 @@ class StudentLosses(LabelLosses):
     def __init__(self, job: PhaseB) -> None:
         super().__init__(job)
         self.job = job
-        phase, compile = job.settings.phase_b, job.settings.compile
+        phase = job.settings.phase_b
+        compile = job.settings.compile
         if phase.gamma:
             with_loss = FeatureLoss(job.student, phase.temperature, phase.direction, compile)
             self.forward_with_loss = torch.compile(with_loss) if compile else with_loss

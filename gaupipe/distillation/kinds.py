@@ -33,7 +33,8 @@ class StoredGaussians:
     """Gaussians [B, L, H, T, 4] of a batch on a ``grid`` (h, w), read from a store."""
 
     def __init__(self, gaussians: Tensor, grid: Grid) -> None:
-        self.gaussians, self.grid = gaussians, grid
+        self.gaussians = gaussians
+        self.grid = grid
 
     def rows(self, layer: int) -> Tensor:
         """A block's whole map [B, H, T, T] float32 as it is stored; rows sum to 1."""
@@ -67,7 +68,9 @@ class StoredRows:
     P + T] float32 of a block; P class and register tokens come first."""
 
     def __init__(self, rows: Callable[[int], Tensor], grid: Grid, prefix: int = 0) -> None:
-        self.rows, self.grid, self.prefix = rows, grid, prefix
+        self.rows = rows
+        self.grid = grid
+        self.prefix = prefix
 
     def axes(
         self,
@@ -185,7 +188,8 @@ class EmbeddingKind(GaussianKind):
         return {**teacher.decoder.state_dict(), "prior": teacher.prior.detach()}
 
     def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
-        weights, prior = dict(shared), prior_of(schema, shared)
+        weights = dict(shared)
+        prior = prior_of(schema, shared)
         del weights["prior"]
         hidden = weights["bias1"].shape[-1]
         assert schema.embedding_dim is not None
@@ -266,7 +270,8 @@ class TopKKind(DenseKind):
         return {"keys": keys, "weights": weights}
 
     def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:
-        keys, weights = stored["keys"][:, layer].long(), stored["weights"][:, layer].float()
+        keys = stored["keys"][:, layer].long()
+        weights = stored["weights"][:, layer].float()
         return from_top_k(keys, weights, schema.tokens)
 
 

@@ -35,10 +35,13 @@ class LocalMaps(StoredGaussians):
     ) -> None:
         """``stds`` are in tokens, one for each head; ``permutation`` int64 [T] gives query i the
         Gaussian of the token permutation[i]."""
-        self.grid, self.layers, self.heads = shape.grid, shape.layers, shape.heads
+        self.grid = shape.grid
+        self.layers = shape.layers
+        self.heads = shape.heads
         along_y, along_x = local_axes(self.grid, stds)
         if permutation is not None:
-            along_y, along_x = along_y[:, permutation], along_x[:, permutation]
+            along_y = along_y[:, permutation]
+            along_x = along_x[:, permutation]
         self.factors = along_y[None], along_x[None]
 
     def to(self, device: torch.device) -> LocalMaps:
@@ -61,7 +64,8 @@ class LocalMaps(StoredGaussians):
 def local_maps(settings: Settings, student: VisionTransformer) -> LocalMaps:
     """The maps of ``phase_a.teacher: local`` for a student, on the CPU. Raises UserError where the
     settings and the student do not fit."""
-    local, shape = settings.phase_a.local, MapShape.of(student)
+    local = settings.phase_a.local
+    shape = MapShape.of(student)
     if settings.phase_b.shuffle_maps:
         raise UserError(
             "phase_b.shuffle_maps: the teacher local has the same maps for all images; the control "

@@ -183,9 +183,12 @@ class FeatureLoss:
     ) -> None:
         check_maps(student)
         blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
-        self.student, self.temperature, self.direction = student, temperature, direction
+        self.student = student
+        self.temperature = temperature
+        self.direction = direction
         self.attentions = [in_steps(block.attn) for block in blocks]
-        self.prefix, first = student.num_prefix_tokens, self.attentions[0]
+        self.prefix = student.num_prefix_tokens
+        first = self.attentions[0]
         self.patches: int = student.patch_embed.num_patches
         self.fused = (
             (temperature, direction) == (1.0, "teacher_student")
@@ -261,7 +264,8 @@ class FeatureLoss:
         A softmax over the normaliser and the scores of the P tokens in front weighs what patches
         see in patches against what they see in those tokens: no difference of near numbers.
         """
-        prefix, tokens = self.prefix, q.shape[-2]
+        prefix = self.prefix
+        tokens = q.shape[-2]
         hidden = attention.hidden_keys(tokens, q.device)  # [P + T, P + T]
         visible = None if hidden is None else ~hidden[:prefix]
         front = fused_attention(q[..., :prefix, :], k, v, visible, 0.0, False, attention.scale)

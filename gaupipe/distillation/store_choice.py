@@ -135,7 +135,8 @@ def check_export(
     layers     the number of its blocks
     prefix     of ``kind``, ``k`` and ``views`` in messages
     """
-    name, k = str(export.kind), export.k
+    name = str(export.kind)
+    k = export.k
     refusal = MAP_KINDS[name].refusal(teacher, settings.phase_a.learns_of_images)
     if refusal is not None:
         raise UserError(f"{prefix}kind {name}: {refusal}")

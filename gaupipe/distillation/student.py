@@ -39,7 +39,9 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
         )
     if phase.gamma and all(layer is None for layer in layers):
         raise UserError("phase_b.layer_map leaves no block to compare: set phase_b.gamma=0")
-    head_map, heads, stored = phase.head_map, shape.heads, schema.heads
+    head_map = phase.head_map
+    heads = shape.heads
+    stored = schema.heads
     if isinstance(head_map, list) and (
         len(head_map) != heads or max(head_map, default=0) >= stored
     ):
@@ -58,7 +60,8 @@ def check_student(settings: Settings, data: ImageData, teacher: Any, weights: An
     """Raises UserError before phase A for a student that phase B could not train with the maps of a
     ``teacher`` and the ``weights`` (state_dict) of its ViT, and for a store that cannot hold the
     maps. Nothing is computed: the student is built on the meta device."""
-    phase, shape = settings.phase_b, MapShape.of(teacher)
+    phase = settings.phase_b
+    shape = MapShape.of(teacher)
     train = settings.student_training
     student = build_student(settings, data, train, "meta")
     export = planned_export(settings, teacher, shape, MapShape.of(student))

@@ -58,7 +58,8 @@ class TeacherJob(Generic[Kind]):
     def batches(self, split: Split, batch_size: int | None = None) -> Batches:
         """Batches of a split, as the teacher takes its images, by default of the size for
         evaluation, or fewer at a time, where the maps of so many are large."""
-        settings, data = self.settings.data, self.data
+        settings = self.settings.data
+        data = self.data
         size = batch_size or settings.eval_batch_size
         if isinstance(self.teacher, VitTeacher):
             teacher = self.teacher

@@ -56,7 +56,8 @@ def measure(job: VitJob, started: float) -> EpochMetrics:
     train_loss = train_acc = val_acc = None
     if job.teacher.predicts:
         train = score_model(job.teacher, job.batches(job.data.train))
-        train_loss, train_acc = train.loss, train.acc
+        train_loss = train.loss
+        train_acc = train.acc
         val_acc = score_model(job.teacher, job.batches(job.data.val)).acc
     elif job.probe is not None:
         val_acc = job.probe.accuracy
@@ -76,7 +77,8 @@ def build(settings: Settings, data: ImageData, folder: Path | None = None) -> Vi
 
     Raises UserError for a teacher that cannot be loaded or read, or does not fit the data.
     """
-    phase, device = settings.phase_a, select_device(settings.device, settings.threads)
+    phase = settings.phase_a
+    device = select_device(settings.device, settings.threads)
     if phase.teacher == "vit":
         remedy = "'gaupipe phase-a --resume' writes it again"
         vit = load_vit(f"{LOCAL}{folder}", data, {}, remedy=remedy)

@@ -646,7 +646,8 @@ class Settings(Section):
 
     def without_student(self) -> Settings:
         """These settings with the defaults of whatever phase A does not read."""
-        model, defaults = self.model, ModelSettings()
+        model = self.model
+        defaults = ModelSettings()
         read_by_students = ("attention", "attention_options", "match_params", "student_args")
         unread = {name: getattr(defaults, name) for name in read_by_students}
         model = model.model_copy(update=unread)
@@ -674,7 +675,8 @@ class Settings(Section):
 
     def _check_exact(self) -> None:
         """A student that is to be its teacher needs one that it can be."""
-        teacher, model = self.phase_a, self.model
+        teacher = self.phase_a
+        model = self.model
         needed = {
             "phase_a.teacher=gaussian": teacher.learns_gaussians,
             "phase_a.per_image=none": teacher.per_image == "none",

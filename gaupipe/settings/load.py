@@ -49,7 +49,8 @@ def _for_model(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """A copy of a file's settings, without its attention where the settings ``given`` by a command
     name trained weights, which then keep theirs, but no attention."""
     tree = copy.deepcopy(tree)
-    model, named = tree.get("model"), given.get("model")
+    model = tree.get("model")
+    named = given.get("model")
     if not (isinstance(model, dict) and isinstance(named, dict)):
         return tree
     trained = not str(named.get("name", "gauvit_")).startswith("gauvit_")
@@ -86,7 +87,8 @@ def _forget_other_trainings(tree: dict[str, Any], given: dict[str, Any]) -> None
 
 def load_merged(source: str | Path, overrides: Sequence[str]) -> Settings:
     """As :func:`load`, but keywords such as those of ``model.args`` join the file's."""
-    tree, given = read_yaml(source), with_overrides({}, overrides)
+    tree = read_yaml(source)
+    given = with_overrides({}, overrides)
     _forget_other_trainings(tree, given)
     return parse(_merged(tree, given), "--set")
 
@@ -139,7 +141,8 @@ def flatten(settings: Settings, *without: Scope) -> dict[str, object]:
 def changed(old: Settings, new: Settings, *without: Scope) -> list[str]:
     """Names of the settings in which two settings differ, but for those of the scopes
     ``without``."""
-    before, now = flatten(old, *without), flatten(new, *without)
+    before = flatten(old, *without)
+    now = flatten(new, *without)
     return [name for name in before | now if before.get(name) != now.get(name)]
 
 
@@ -182,7 +185,8 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML that refuses a key given twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        mapping, seen = super().construct_mapping(node, deep), set()
+        mapping = super().construct_mapping(node, deep)
+        seen = set()
         for key, _ in node.value if len(mapping) < len(node.value) else ():
             name = self.construct_object(key, deep=True)
             if name in seen:

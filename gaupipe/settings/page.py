@@ -39,15 +39,18 @@ def sections(
     defaults = defaults or Settings()
     values = defaults.model_dump(mode="json")
     schemas = type(defaults).model_json_schema()["properties"]
-    settings, inside = [], []
+    settings = []
+    inside = []
     for field, info in type(defaults).model_fields.items():
-        name, inner = f"{place}.{field}".strip("."), section_of(info.annotation)
+        name = f"{place}.{field}".strip(".")
+        inner = section_of(info.annotation)
         effect = _markdown(info.description or "")
         if inner:
             inside.append((getattr(defaults, field) or inner(), name))
             effect = _markdown(inner.__doc__ or "") + f" See [{name}](#{_anchor(name)})."
         if inner is None or info.annotation is not inner:
-            words, default = type_words(schemas[field]), json.dumps(values[field])
+            words = type_words(schemas[field])
+            default = json.dumps(values[field])
             settings.append(Setting(name, words, default, effect))
     yield place, defaults, settings
     for section in inside:

@@ -114,7 +114,9 @@ class Watch(threading.Thread):
     def __init__(self, store: Any, number: int, count: int) -> None:
         """``number`` is this rank's, of ``count``."""
         super().__init__(daemon=True)
-        self.store, self.number, self.count = store, number, count
+        self.store = store
+        self.number = number
+        self.count = count
         self._stopped = threading.Event()
         self._ends = threading.Lock()
         """Held by the thread that ends the process."""

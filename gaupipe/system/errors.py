@@ -18,7 +18,8 @@ class Stopped(BaseException):
     def __init__(self, number: int, where: str) -> None:
         """``number`` is the signal's; ``where`` says how far the training has come."""
         super().__init__(number, where)
-        self.number, self.where = signal.Signals(number), where
+        self.number = signal.Signals(number)
+        self.where = where
 
 
 def one_line(error: BaseException) -> str:

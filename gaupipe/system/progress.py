@@ -69,7 +69,9 @@ class EpochProgress:
     of :data:`SILENCE`. Of several ranks the first shows it."""
 
     def __init__(self, label: str, images_per_epoch: int, epochs: int, done: int = 0) -> None:
-        self.label, self.epochs, self.total = label, epochs, images_per_epoch * epochs
+        self.label = label
+        self.epochs = epochs
+        self.total = images_per_epoch * epochs
         self.console = Console(stderr=True, highlight=False, quiet=not distributed.is_main())
         self._bar: Bar | None = None
         self._epochs: list[dict[str, str]] = []

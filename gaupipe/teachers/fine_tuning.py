@@ -67,7 +67,8 @@ def with_weights(
     stored, vit = (untrained(model.name, given, "meta") for given in ({}, arguments))
     if parts_of(stored) != parts_of(vit):
         raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
-    sizes, asked = sizes_of(stored), sizes_of(vit)
+    sizes = sizes_of(stored)
+    asked = sizes_of(vit)
     sizes.check(asked, "model.args")
 
     def with_trained(arguments: dict[str, Any]) -> VisionTransformer:

@@ -274,7 +274,8 @@ def input_of(model: Any, data: ImageData, name: str) -> Input:
                 f"should be a number for each of {channels} channels"
             ) from None
 
-    mean, std = trained_with("mean", data.mean), trained_with("std", data.std)
+    mean = trained_with("mean", data.mean)
+    std = trained_with("std", data.std)
     return Input(int(sizes[0]), interpolation, mean, std)
 
 

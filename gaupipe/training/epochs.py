@@ -146,7 +146,8 @@ class Epoch:
         self._generators.update(generators)
         saved = self.loop.update.state.epoch or {"generators": {}}
         for name in generators.keys() & saved["generators"].keys():
-            generator, generator_state = generators[name], saved["generators"][name]
+            generator = generators[name]
+            generator_state = saved["generators"][name]
             if generator_state.shape == generator.get_state().shape:
                 generator.set_state(generator_state)
             else:

@@ -133,7 +133,8 @@ class TrainingState(Generic[Network]):
     def _restore(self, state: dict[str, Any], folder: Path) -> None:
         recorded = state["identity"]
         for name in self.identity | recorded:
-            old, new = recorded.get(name), self.identity.get(name)
+            old = recorded.get(name)
+            new = self.identity.get(name)
             if old != new:
                 raise UserError(
                     f"{folder} was started with {name} {old}, now it is {new}: change it back, or "

@@ -78,7 +78,8 @@ def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> Non
     """timm drops the border of an image that is no whole number of patches high and wide."""
     step = math.lcm(*patch)
     if image_size % step:
-        below, above = image_size // step * step, -(-image_size // step) * step
+        below = image_size // step * step
+        above = -(-image_size // step) * step
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
             f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover images of "

@@ -48,9 +48,11 @@ def belief_geometry(model: VisionTransformer, images: Tensor) -> list[BlockGeome
     blocks = []
     modules: Iterable[Any] = model.blocks  # torch knows their parts as "Tensor | Module"
     for block in modules:
-        attention, tokens = in_steps(block.attn), block.norm1(x)
+        attention = in_steps(block.attn)
+        tokens = block.norm1(x)
         q, k, v = attention.project(tokens)
-        mh, v = attention.merge(attention.attend(q, k, v, None, False), tokens), merge_heads(v)
+        mh = attention.merge(attention.attend(q, k, v, None, False), tokens)
+        v = merge_heads(v)
         d = attention.perpendicular(mh, v)
         mh_update, d_update = (F.linear(signal, attention.proj.weight) for signal in (mh, d))
         norms = norm(mh), norm(d), norm(mh_update), norm(d_update)

@@ -114,7 +114,8 @@ class RotaryNorm(nn.Module):
     def __init__(self, norm: RmsNorm, grid: tuple[int, int]) -> None:
         super().__init__()
         self.norm = norm
-        width, device = len(norm.weight), norm.weight.device
+        width = len(norm.weight)
+        device = norm.weight.device
         if width % 4:
             raise UserError(
                 f"a JiT turns the channels of a head by fours: embed_dim / num_heads is {width}"

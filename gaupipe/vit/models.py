@@ -70,7 +70,8 @@ class ReZeroBlock(Block):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.norm1, self.norm2 = nn.Identity(), nn.Identity()
+        self.norm1 = nn.Identity()
+        self.norm2 = nn.Identity()
         for scale in ("ls1", "ls2"):
             self.add_module(scale, ReZero(kwargs.get("device"), kwargs.get("dtype")))
 

@@ -84,7 +84,8 @@ def evenly_spaced(count: int, available: int) -> list[int]:
     """``count`` numbers from 0 to ``available`` - 1, both among them; of a single one the last."""
     if count == 1:
         return [available - 1]
-    last, steps = available - 1, count - 1
+    last = available - 1
+    steps = count - 1
     return [(2 * number * last + steps) // (2 * steps) for number in range(count)]  # halves go up
 
 
@@ -121,7 +122,8 @@ def slice_weights(
     """
     first: Any = student.blocks[0]  # timm says Module
     present = student.state_dict()
-    sizes, asked = Sizes.of(weights, heads), Sizes.of(present, first.attn.num_heads)
+    sizes = Sizes.of(weights, heads)
+    asked = Sizes.of(present, first.attn.num_heads)
     sizes.check(asked, setting)
     channels = chosen_channels(asked, sizes)
     if spread is not None and has_components(weights):

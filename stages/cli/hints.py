@@ -33,7 +33,8 @@ def starts(
     what: str, settings: Any, folder: Path, attention: str | None = None, model: str = ""
 ) -> contextlib.AbstractContextManager[None]:
     """:func:`begins`, of a job with these settings."""
-    attention, data = attention or settings.model.attention, settings.data
+    attention = attention or settings.model.attention
+    data = settings.data
     model = model or f"{settings.model.name}, attention {attention}"
     return begins(f"{what}: {data.root or data.name}, {model}, into {folder}")
 
@@ -62,7 +63,8 @@ first is measured on augmented images, so that the two agree in a training that 
 
 def say_if_overfitted(metrics: Sequence[EpochMetrics], settings: Any) -> None:
     """Says what it means where a training ends with accuracies far apart, and what to type."""
-    train, val = metrics[-1]["train_acc"], metrics[-1]["val_acc"]
+    train = metrics[-1]["train_acc"]
+    val = metrics[-1]["val_acc"]
     if train is None or val is None or train - val < FAR_APART:
         return
     line = (

@@ -62,7 +62,8 @@ def evaluate(
         from stages import evaluate as stage
         from stages.evaluate.by_class import summary, tables
 
-    split, distilled = "test" if test else "val", False if plain else None
+    split = "test" if test else "val"
+    distilled = False if plain else None
     options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion}
     scores = stage.run(run_dir, student, split=split, distilled=distilled, **options)
     report(scores if as_json else summary(scores), as_json)
@@ -134,7 +135,8 @@ def compare(
 
     students = settings.model.attention if students is None else students
     attentions = parse_list("--students", students, StudentKey)
-    seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
+    seed = Annotated[int, Field(ge=0, lt=2**31)]
+    share = Annotated[float, Field(gt=0, le=1)]
     numbers = parse_list("--seeds", seeds, seed)
     goals = [] if targets is None else parse_list("--targets", targets, share)
     with starts("comparison", settings, folder, ", ".join(attentions)):

@@ -93,7 +93,8 @@ def probe_where_others_are_predicted(job: TeacherJob) -> None:
     """Gives a teacher that does not predict the classes of the data set a linear probe, if it has
     none yet, and says how good it is; or why there is none, where phase B can do without.
     Collective. Raises UserError where phase B cannot."""
-    vit, data = job.teacher, job.data
+    vit = job.teacher
+    data = job.data
     if not isinstance(vit, VitTeacher) or vit.predicts:
         return
     classes = vit.model.num_classes

@@ -74,7 +74,8 @@ def described(student: VisionTransformer) -> dict[str, str]:
 def to_pt2(student: VisionTransformer, images: Tensor) -> Exported:
     """The program of ``torch.export``. torch writes to memory, because it aborts the process where
     it cannot write a file."""
-    program, file = torch.export.export(student, (images,), dynamic_shapes=ANY_BATCH), io.BytesIO()
+    program = torch.export.export(student, (images,), dynamic_shapes=ANY_BATCH)
+    file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
     return file.getvalue(), torch.export.load(file).module()

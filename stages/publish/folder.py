@@ -67,7 +67,8 @@ def published_settings(student: TrainedStudent) -> Settings:
     """The settings of a student and of the store it learned from, for another machine: of each path
     its last part alone, no device, no loggers."""
     settings = student.settings
-    phase, export = settings.phase_a, settings.export
+    phase = settings.phase_a
+    export = settings.export
     for url, teacher_sha256 in stores_of(student) if student.distilled else ():
         with contextlib.suppress(store.StoreError):  # it may be gone
             schema = store.open(url, teacher_sha256=teacher_sha256).schema

@@ -55,7 +55,8 @@ def write(
     )
     train = settings.student_training if student.distilled else settings.baseline_training
     config = json.loads((student.folder / "student" / "config.json").read_bytes())
-    metrics, attention = metrics_in(student.folder), settings.model.attention
+    metrics = metrics_in(student.folder)
+    attention = settings.model.attention
     equation = " ".join((ATTENTION[attention].__doc__ or "").split("\n\n")[0].split())
     card = ModelCard.from_template(
         head,

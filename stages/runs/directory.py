@@ -139,7 +139,8 @@ class RunDirectory:
         """The settings of a student with the ``a.b=value`` of a command, and its folder. A new
         student begins with those of the run. Raises UserError for a setting in which students of
         one teacher cannot differ."""
-        before, folder = self.student_settings(name, distilled), self.student(name, distilled)
+        before = self.student_settings(name, distilled)
+        folder = self.student(name, distilled)
         tree = with_overrides(before.model_dump(mode="json"), overrides)
         settings = parse(tree, "--set")
         for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
@@ -174,7 +175,8 @@ class RunDirectory:
             settings = settings.with_section("model", attention=old.model.attention)
             settings = settings.model_copy(update={"export": old.export})
             for key in changed(old, settings, Scope.ANYTIME):
-                before, now = flatten(old).get(key), flatten(settings).get(key)
+                before = flatten(old).get(key)
+                now = flatten(settings).get(key)
                 raise UserError(
                     f"{self.path} holds a run with other settings ({key} is {before}, "
                     f"asked {now}); choose another --run-dir or remove it"
@@ -244,7 +246,8 @@ class RunDirectory:
         gone. What they are has been checked."""
         if not self.config.is_file():
             return
-        before, root = self.settings(), settings.data.root
+        before = self.settings()
+        root = settings.data.root
         if before.data.root and root != before.data.root and not os.path.exists(before.data.root):
             write_whole(self.config, dump(before.with_section("data", root=root)))
 

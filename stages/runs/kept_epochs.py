@@ -26,8 +26,10 @@ def save(job: Training, state: TrainingState[VisionTransformer], folder: Path) -
     """Writes ``folder``/student, of the ``best`` or the ``last`` epoch, as ``train.keep`` says.
     Where these are different ones, the folder ``best`` or ``last`` beside it has the other."""
     assert state.best is not None  # the training has ended
-    keep, data = job.train.keep, job.data
-    last, best = len(state.metrics), state.best["epoch"]
+    keep = job.train.keep
+    data = job.data
+    last = len(state.metrics)
+    best = state.best["epoch"]
     students = {"last": state.kept}
     if best != last:
         students["best"] = copy.deepcopy(state.kept)

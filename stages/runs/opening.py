@@ -45,7 +45,9 @@ def opened(
 
     A training that is refused leaves the settings of an earlier one as they were.
     """
-    run, folder, created = request.run, request.folder, request.created
+    run = request.run
+    folder = request.folder
+    created = request.created
     # Two orders: phase B has written its request before torch was imported, and reads the run's
     # store, so it locks before it reads. Plain training may begin a run, so all that can be
     # refused is refused before there is a folder.
@@ -72,7 +74,8 @@ def opened(
 def prepare(request: StudentRequest, build: Build, data: ImageData | None = None) -> Opened:
     """The training of a request, freshly started, on all ranks the same. Writes nothing. Raises
     UserError for one that the data, the run or the machine does not allow."""
-    settings, run = request.settings, request.run
+    settings = request.settings
+    run = request.run
 
     def prepare_rank() -> Training:
         images = read_data(settings, run, data)

@@ -93,7 +93,8 @@ def training_memory(
     if select_device(settings.device, settings.threads).type == "cpu" and hasattr(vit, "blocks"):
         batch = -(-settings.data.batch_size // world_size)
         tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
-        blocks, numbers = len(vit.blocks), ACTIVATIONS * len(vit.blocks)
+        blocks = len(vit.blocks)
+        numbers = ACTIVATIONS * len(vit.blocks)
         if settings.grad_checkpointing:  # the input of each block, and all of one
             numbers = blocks + ACTIVATIONS
         memory += 4 * numbers * batch * tokens * vit.embed_dim
@@ -104,7 +105,8 @@ def store_bytes(
     settings: Settings, model: Any, export: ExportSettings, images: int, classes: int
 ) -> int:
     """Bytes before compression of the store of an ``export`` that names its kind."""
-    kind, views = str(export.kind), export.views or 1
+    kind = str(export.kind)
+    views = export.views or 1
     schema = store.Schema(
         **vars(MapShape.of(model).stored(export)),
         kind=kind,
@@ -145,7 +147,8 @@ def check_disk(job: str, needed: int, written: Path, remedy: str) -> None:
 def check_memory(job: str, needed: int, remedy: str = LIGHTER) -> None:
     """Raises UserError, which says a ``remedy``, if the memory of this machine cannot hold the
     ``needed`` bytes of each of its processes."""
-    available, needed = available_memory(), needed * distributed.launch().local_world_size
+    available = available_memory()
+    needed = needed * distributed.launch().local_world_size
     if available is not None and needed > available:
         raise UserError(
             f"{job} needs {gigabytes(needed)} of memory, {gigabytes(available)} are available: "

@@ -95,7 +95,8 @@ def begin(
                 f"--name {named}: is the name of an attention, and this student's is {attention}: "
                 "choose another name"
             )
-        created, recorded = not folder.exists(), recorded_store(folder) if resume else None
+        created = not folder.exists()
+        recorded = recorded_store(folder) if resume else None
         url = maps_url or (recorded[0] if recorded else None)
         url = None if url == str(run.maps) else url
         if not resume:
@@ -148,7 +149,8 @@ def recorded_store(folder: Path) -> tuple[str, str] | None:
         return None
     try:
         learned = json.loads(path.read_bytes())
-        url, teacher_sha256 = str(learned["url"]), str(learned["teacher_sha256"])
+        url = str(learned["url"])
+        teacher_sha256 = str(learned["teacher_sha256"])
         return (url if "://" in url else os.path.normpath(folder / url)), teacher_sha256
     except (ValueError, TypeError, KeyError, RecursionError):
         raise UserError(

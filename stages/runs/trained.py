@@ -53,7 +53,8 @@ def load_student(
     run = RunDirectory(run_dir)
     run.settings()
     distilled = run.is_distilled(name) if distilled is None else distilled
-    there, plain = run.students(distilled), "" if distilled else " --no-distill"
+    there = run.students(distilled)
+    plain = "" if distilled else " --no-distill"
     command = f"'gaupipe phase-b --run-dir {run_dir}{plain}"
     if name is None and not there:
         raise UserError(f"{run_dir} has no student: {command}' trains one")
@@ -102,7 +103,8 @@ def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
 def stores_of(student: TrainedStudent) -> list[tuple[str, str | None]]:
     """(url, sha256 of its teacher) of the stores that a student may have learned from, the
     likeliest first."""
-    run, recorded = student.run, recorded_store(student.folder)
+    run = student.run
+    recorded = recorded_store(student.folder)
     if recorded is None:
         return [(str(run.maps), run.teacher_digest())]
     own = (str(run.maps), run.teacher_digest() or recorded[1])

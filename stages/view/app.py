@@ -86,7 +86,8 @@ def make_app(viewer: Viewer) -> Starlette:
             raise UserError("only the page itself may add images")
         if int(request.headers.get("content-length", 0)) > MOST_BYTES:
             raise UserError(f"images have at most {MOST_BYTES} bytes")
-        name, content = request.query_params.get("name", ""), await request.body()
+        name = request.query_params.get("name", "")
+        content = await request.body()
         if content:
             image = await run_in_threadpool(viewer.drop, name, content)
         else:

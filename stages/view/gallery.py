@@ -70,9 +70,13 @@ class Gallery:
         labels: np.ndarray | None = None,
         labelled: bool = True,
     ) -> None:
-        self.images, self.classes, self.parts = images, classes, parts
-        self.labels, self.labelled = labels, labelled
-        self.done, self.error = 0, ""
+        self.images = images
+        self.classes = classes
+        self.parts = parts
+        self.labels = labels
+        self.labelled = labelled
+        self.done = 0
+        self.error = ""
         self.all: Predictions | None = None
         self.thread: threading.Thread | None = None
         self._ids = lru_cache(maxsize=8)(self._ordered)

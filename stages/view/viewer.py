@@ -88,10 +88,14 @@ class Viewer:
         note: str = "",
         extend: Callable[[list[Path]], ImageData] | None = None,
     ) -> None:
-        self.title, self.models, self.run = title, models, run
+        self.title = title
+        self.models = models
+        self.run = run
         self.stored = StoredMaps(maps) if maps else None
         self.schema = maps.schema if maps else None
-        self.split, self.note, self._data = split, note, data
+        self.split = split
+        self.note = note
+        self._data = data
         self.students = list(models) if run else []
         self.token = secrets.token_hex(6)
         self.extend = extend
@@ -151,12 +155,16 @@ class Viewer:
         predicted class where a model has classes, as it alone showed the object in most of 30
         photos (docs/view.md), else the mean over heads; for the class token where there is one."""
         if self.schema:
-            (height, width), prefix = self.schema.grid, self.schema.prefix_tokens
-            layers, explains = self.schema.layers, False
+            (height, width) = self.schema.grid
+            prefix = self.schema.prefix_tokens
+            layers = self.schema.layers
+            explains = False
         else:
             live = self.model("")
-            (height, width), prefix = live.grid, live.prefix
-            layers, explains = live.layers, live.explains
+            (height, width) = live.grid
+            prefix = live.prefix
+            layers = live.layers
+            explains = live.explains
         query: str | int = height // 2 * width + width // 2
         if prefix:
             query = "x0"

@@ -20,7 +20,9 @@ ALIGNED = 8
 
 def pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
     """One message. Arrays are float16, float32, uint8 or uint16."""
-    parts, entries, offset = [], {}, 0
+    parts = []
+    entries = {}
+    offset = 0
     for name, array in arrays.items():
         content = array.astype(array.dtype.newbyteorder("<"), order="C").tobytes()
         entries[name] = [array.dtype.name, list(array.shape), offset]
