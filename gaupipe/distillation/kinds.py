@@ -8,6 +8,7 @@ Gaussian, E embedding width, K keys of a query.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -29,6 +30,19 @@ Attention = GaussianMaps | VitMaps
 """The attention that a teacher's ``forward_with_maps`` returns."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a student sees of a stored block: some ``heads`` (all for None), in views of the images
+    (``geometry``), on another ``grid`` (h, w); None leaves each as it is stored."""
+
+    heads: Sequence[int] | None = None
+    geometry: Geometry | None = None
+    grid: Grid | None = None
+
+
+AS_STORED = Seen()
+
+
 class StoredGaussians:
     """Gaussians [B, L, H, T, 4] of a batch on a ``grid`` (h, w), read from a store."""
 
@@ -40,27 +54,15 @@ class StoredGaussians:
         """A block's whole map [B, H, T, T] float32 as it is stored; rows sum to 1."""
         return self.map(layer)
 
-    def axes(
-        self,
-        layer: int,
-        heads: Sequence[int] | None = None,
-        geometry: Geometry | None = None,
-        new_grid: Grid | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def axes(self, layer: int, seen: Seen = AS_STORED) -> tuple[Tensor, Tensor]:
         """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
-        gaussians = select_heads(self.gaussians[:, layer].float(), heads)
-        return expected_axes(move(gaussians, geometry, self.grid, new_grid), new_grid or self.grid)
+        gaussians = select_heads(self.gaussians[:, layer].float(), seen.heads)
+        moved = move(gaussians, seen.geometry, self.grid, seen.grid)
+        return expected_axes(moved, seen.grid or self.grid)
 
-    def map(
-        self,
-        layer: int,
-        heads: Sequence[int] | None = None,
-        geometry: Geometry | None = None,
-        new_grid: Grid | None = None,
-    ) -> Tensor:
-        """A block's map [B, H, T, T] float32, rows sum to 1, of some heads (all for None), for
-        views of the images and on another grid where these are given."""
-        return outer(*self.axes(layer, heads, geometry, new_grid))
+    def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
+        """A block's map [B, H, T, T] float32; rows sum to 1."""
+        return outer(*self.axes(layer, seen))
 
 
 class StoredRows:
@@ -72,25 +74,13 @@ class StoredRows:
         self.grid = grid
         self.prefix = prefix
 
-    def axes(
-        self,
-        layer: int,
-        heads: Sequence[int] | None = None,
-        geometry: Geometry | None = None,
-        new_grid: Grid | None = None,
-    ) -> None:
+    def axes(self, layer: int, seen: Seen = AS_STORED) -> None:
         """A map of this kind has no factors."""
 
-    def map(
-        self,
-        layer: int,
-        heads: Sequence[int] | None = None,
-        geometry: Geometry | None = None,
-        new_grid: Grid | None = None,
-    ) -> Tensor:
+    def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
         """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
-        patches, _ = without_prefix(select_heads(self.rows(layer), heads), self.prefix)
-        return move_map(patches, geometry, self.grid, new_grid)
+        patches, _ = without_prefix(select_heads(self.rows(layer), seen.heads), self.prefix)
+        return move_map(patches, seen.geometry, self.grid, seen.grid)
 
 
 StoredAttention = StoredGaussians | StoredRows

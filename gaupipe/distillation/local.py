@@ -16,11 +16,11 @@ from torch import Tensor
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import PhaseB
-from gaupipe.distillation.kinds import Grid, StoredGaussians, select_heads
+from gaupipe.distillation.kinds import AS_STORED, Seen, StoredGaussians, select_heads
 from gaupipe.distillation.losses import ConstantMaps, TeacherMaps
 from gaupipe.distillation.store_choice import MapShape
 from gaupipe.distillation.student import check_fit, layer_map
-from gaupipe.maps.gaussians import Geometry, local_axes
+from gaupipe.maps.gaussians import local_axes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.training.job import Training
@@ -49,16 +49,10 @@ class LocalMaps(StoredGaussians):
         self.factors = along_y.to(device), along_x.to(device)
         return self
 
-    def axes(
-        self,
-        layer: int,
-        heads: Sequence[int] | None = None,
-        geometry: Geometry | None = None,
-        new_grid: Grid | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def axes(self, layer: int, seen: Seen = AS_STORED) -> tuple[Tensor, Tensor]:
         """The two factors ([1, H, T, h], [1, H, T, w]) of a block's map."""
         along_y, along_x = self.factors
-        return select_heads(along_y, heads), select_heads(along_x, heads)
+        return select_heads(along_y, seen.heads), select_heads(along_x, seen.heads)
 
 
 def local_maps(settings: Settings, student: VisionTransformer) -> LocalMaps:

@@ -22,7 +22,7 @@ from gaupipe.attention.base import fused_attention
 from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.mixing import Mix, mixed_map
-from gaupipe.distillation.kinds import StoredAttention
+from gaupipe.distillation.kinds import Seen, StoredAttention
 from gaupipe.maps.gaussians import Geometry, outer
 from gaupipe.system.errors import UserError
 from gaupipe.vit.forward import run_blocks
@@ -126,12 +126,13 @@ class TeacherMaps:
 
     def map(self, layer: int) -> Tensor:
         """The map [B or 1, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
-        maps = mixed_map(self.stored.map(*self._stored_block(layer)), self.mixed, self.grid)
+        maps = self.stored.map(self._stored_layer(layer), self.seen)
+        maps = mixed_map(maps, self.mixed, self.grid)
         return maps.mean(1, keepdim=True) if self.heads == "mean" else maps
 
     def remade(self, layer: int, hidden: Tensor | None) -> Remade:
         """The map for a block of the student that hides keys [T, T], bool, from each query."""
-        axes = self.stored.axes(*self._stored_block(layer))
+        axes = self.stored.axes(self._stored_layer(layer), self.seen)
         if axes and self.heads != "mean" and not self.mixed:
             return partial(map_of_factors, *axes, hidden)
 
@@ -141,10 +142,17 @@ class TeacherMaps:
 
         return map_and_entropy
 
-    def _stored_block(self, layer: int) -> tuple[Any, ...]:
-        new_grid = self.grid if self.grid != tuple(self.stored.grid) else None
+    @property
+    def seen(self) -> Seen:
+        """What the student sees of each stored block."""
+        grid = self.grid if self.grid != tuple(self.stored.grid) else None
         heads = None if self.heads == "mean" else self.heads
-        return self.layers[layer], heads, self.geometry, new_grid
+        return Seen(heads, self.geometry, grid)
+
+    def _stored_layer(self, layer: int) -> int:
+        stored = self.layers[layer]
+        assert stored is not None  # nobody asks for the map of a block that is not compared
+        return stored
 
 
 @dataclass
