@@ -254,7 +254,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     teacher = choices.choose("phase_a.teacher", "local", reason)
     if not is_trained(teacher):
         choices.choose("phase_a.stop_accuracy", 1.0)
-    choices.choose("model.attention", "standard", "its attention, which timm loads by itself")
+    choices.choose("model.attention", "standard", "its attention; another one is --student NAME")
     if choices.given("train.epochs") is None:  # else it is the student's, too
         student_epochs = epochs
         if teacher in ("vit", "gaussian"):  # which take a third of the time
