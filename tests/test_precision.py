@@ -14,7 +14,7 @@ from vits import small
 
 CPU = torch.device("cpu")
 WIDE = ["--set", "model.args={embed_dim: 192, depth: 1, num_heads: 3}"]
-SHORT = ["--set", "train.epochs=1", "--set", "threads=1"]
+SHORT = ["--set", "train.epochs=1", "--set", "threads=1", "--set", "data.train_images=64"]
 
 
 @pytest.fixture
