@@ -165,7 +165,10 @@ def test_a_smaller_vit_starts_with_a_slice_of_the_weights(command, folder, tmp_p
     axes, share = axes[:11], (strengths[:11] ** 2).sum() / (strengths**2).sum()
     for block, source in enumerate((0, 2)):
         old, new = weights.blocks[source], student.blocks[block]
-        added = old.attn.proj.weight.detach().double().numpy()[:, ::2].T @ axes.T
+        value = (old.attn.qkv.weight[-24:] * old.norm1.weight).detach().double().numpy() @ axes.T
+        added = old.attn.proj.weight.detach().double().numpy().T @ axes.T
+        terms = (value**2).sum(1) * (added**2).sum(1)  # of what attention adds
+        added = added[::2] * np.sqrt(terms.sum() / terms[::2].sum())
         same_distances(new.attn.proj.weight.T, added)
         reads = (old.mlp.fc1.weight * old.norm2.weight).detach().double().numpy()[::2] @ axes.T
         same_distances(new.mlp.fc1.weight, reads * np.sqrt(24 * share / 12))
