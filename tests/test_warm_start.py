@@ -126,6 +126,17 @@ def test_a_slice_of_a_vit_whose_other_channels_are_zero_computes_what_the_vit_do
     assert torch.equal(*values)
 
 
+def test_scores_of_normalised_queries_and_keys_keep_their_size():
+    """A head of half the channels sums half as many products, and divides by a smaller root."""
+    large = random_vit(embed_dim=32, num_heads=2, qk_norm=True)
+    student = random_vit(embed_dim=16, num_heads=2, qk_norm=True)
+    start_from_teacher(student, "slice", large.state_dict(), 2, (4, 4))
+    for name in ("q_norm", "k_norm"):
+        gain = large.blocks[0].attn.get_submodule(name).weight[::2]
+        ours = student.blocks[0].attn.get_submodule(name).weight
+        torch.testing.assert_close(ours**2, gain**2 * 2**0.5)
+
+
 def pictures(count: int = 20, **shape: int) -> torch.Tensor:
     sizes = [count, shape.get("channels", 1), *[shape.get("size", 8)] * 2]
     return torch.randn(sizes, generator=torch.Generator().manual_seed(4))

@@ -314,7 +314,11 @@ def _scaled_attention(
     proj = weights[f"{attention}proj.weight"]
     attended = _whole_over(value.flatten() * proj.square().sum(0), channels["heads"])
     scaled = {f"{attention}proj.weight": proj * attended.sqrt()}
-    if f"{attention}q_norm.weight" in weights:  # the norms make scores of one size
+    if f"{attention}q_norm.weight" in weights:  # each channel has one size, and fewer are summed
+        gain = (sizes.channels_of_head / asked.channels_of_head) ** 0.25
+        for name in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"):
+            if f"{attention}{name}" in weights:
+                scaled[f"{attention}{name}"] = weights[f"{attention}{name}"] * gain
         return scaled
     scaled[f"{attention}qkv.weight"] = weights[f"{attention}qkv.weight"] * of_row[:, None]
     if f"{attention}qkv.bias" in weights:
