@@ -73,7 +73,7 @@ def test_classes_mistakes_and_files_are_those_of_the_predictions(photos, tmp_pat
     assert code == 0, err
     assert " (95 % interval 0." in text
     look, _, image = err.rpartition(" --image ")
-    assert look.endswith(f"view --run-dir {photos / 'run'} --student belief --split val")
+    assert look.endswith(f"view --run-dir {photos / 'run'} --student standard --split val")
     code, out, err = in_process(*arguments, "--out", "p.csv", "--json", cwd=tmp_path)
     assert code == 0, err
     scores = json.loads(out)
@@ -108,7 +108,7 @@ def test_another_folder_is_scored_like_the_split_it_is(photos, tmp_path, in_proc
     code, out, err = in_process(*arguments[:-1], "--data", part)
     assert code == 0 and "no images of cat" in out and scores["classes"][1]["class"] == "bee"
     look = shlex.split(err.rpartition("next: ")[2])
-    model = photos / "run/plain/belief"
+    model = photos / "run/plain/standard"
     assert look[:4] == ["gaupipe", "view", "--model", str(model)] and look[4::2] == 5 * ["--images"]
     wrong = [row["path"] for row in scores["mistakes"] if "/cat/" not in row["path"]]
     assert {*look[5::2]} & {path.replace(str(photos / "photos/val"), str(part)) for path in wrong}
@@ -127,7 +127,7 @@ def spots(tmp_path_factory):
                 Image.fromarray(pixels).save(folder / f"photos/{split}/{name}/{number}.png")
     model = "model.args={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4}"
     epochs = ["phase_a.max_epochs=1", "phase_b.epochs=1", "baseline.epochs=1"]
-    changes = sets(*epochs, "data.batch_size=8", "threads=1", model)
+    changes = sets("phase_a.teacher=vit", *epochs, "data.batch_size=8", "threads=1", model)
     where = ["--data", folder / "photos", "--run-dir", folder / "run", "--student", "standard"]
     assert run_main("run", *where, *changes) == 0
     return folder

@@ -163,11 +163,13 @@ def test_plan_has_a_line_for_each_training_of_a_run(tmp_path, in_process):
         (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
         pixels = draw.integers(256, size=(16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "photos" / name)
-    code, out, err = in_process("plan", "--data", "photos", cwd=tmp_path)
+    code, out, err = in_process(
+        "plan", "--data", "photos", *sets("phase_a.teacher=vit"), cwd=tmp_path
+    )
     assert code == 0, err
     first, second, third, fourth, fifth = out.splitlines()[1:6]
-    assert "teacher" in first and "store (topk)" in second and "belief, distilled" in third
-    assert "belief, plain" in fourth and fifth.startswith("total")
+    assert "teacher" in first and "store (topk)" in second and "standard, distilled" in third
+    assert "standard, plain" in fourth and fifth.startswith("total")
     assert max(map(len, out.splitlines())) <= 80
     options = sets("baseline.epochs=0", "export.kind=prior", "phase_a.per_image=none")
     options += sets("phase_a.prior=true")

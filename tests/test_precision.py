@@ -71,7 +71,7 @@ def test_a_wide_teacher_exports_in_bfloat16_and_its_store_says_so(
         code, _, err = in_process(*export)
         assert code == 0, err
         opened = store.open(out)
-        assert opened.schema.extra.get("precision") == ("bfloat16" if precision is None else None)
+        assert opened.schema.extra["precision"] == (precision or "bfloat16")
         gathered[precision] = opened.gather(np.arange(opened.schema.num_images))
     half, whole = gathered[None], gathered["float32"]
     moved = np.abs(half["maps"].astype(float) - whole["maps"]).sum(-1).mean() / 2

@@ -41,7 +41,7 @@ def stored_export(url: str) -> ExportSettings | None:
     held: dict[str, Any] = {"kind": schema.kind, "encoding": schema.encoding}
     held |= {"k": schema.k, "views": views}
     held["layers"] = schema.extra.get("layers")
-    held["precision"] = schema.extra.get("precision", "float32")
+    held["precision"] = schema.extra.get("precision")
     held["grid"] = schema.grid if "pooled_from" in schema.extra else None
     return ExportSettings.model_validate(held)
 
@@ -65,7 +65,7 @@ def make_schema(
         notes["views"] = drawing(job.settings)
     if export.layers is not None:
         notes["layers"] = export.layers
-    if export.precision == "bfloat16":
+    if export.precision is not None:
         notes["precision"] = export.precision
     if export.grid is not None:
         notes["pooled_from"] = list(shape.grid)
