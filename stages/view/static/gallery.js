@@ -2,6 +2,15 @@
 
 import { $, make, percent } from "./dom.js";
 
+/** Scrolls a list as far as one of its buttons needs. scrollIntoView would let Tab begin there. */
+function show(button, list) {
+  const inner = button.getBoundingClientRect();
+  const outer = list.getBoundingClientRect();
+  const across = Math.min(inner.left - outer.left, 0) || Math.max(inner.right - outer.right, 0);
+  const down = Math.min(inner.top - outer.top, 0) || Math.max(inner.bottom - outer.bottom, 0);
+  list.scrollBy(across, down);
+}
+
 export class Gallery {
   /** `choose` is called with the id of an image, `changed` when order, class or page changed. */
   constructor(source, app) {
@@ -133,7 +142,7 @@ export class Gallery {
       const chosen = Number(button.dataset.id) === image;
       if (chosen) {
         button.setAttribute("aria-current", "true");
-        button.scrollIntoView({ block: "nearest", inline: "nearest" });
+        show(button, $("thumbs"));
       } else button.removeAttribute("aria-current");
     }
   }
