@@ -183,6 +183,14 @@ def test_a_smaller_vit_starts_with_a_slice_of_the_weights(command, folder, tmp_p
         assert len(saved.blocks) == 2 and saved.embed_dim == 12
 
 
+def test_arguments_that_leave_weights_out_are_refused_and_name_them(command, tmp_path, in_process):
+    run = tmp_path / "run"
+    pooled = "model.args={class_token: false, global_pool: avg, fc_norm: false}"
+    code, _, err = in_process(*command, *sets(*TINY, pooled), "--run-dir", run)
+    assert code == 2 and not run.exists()
+    assert "model.args" in err and err.rstrip().endswith("differs from in cls_token")
+
+
 def test_the_learning_rate_decays_from_block_to_block_as_timm_has_it(folder):
     """That of a Gaussian teacher, too, whose prior has a rate of its own."""
     settings = settings_of(folder, "train.optim={lr: 0.1, args: {layer_decay: 0.5}}")

@@ -65,8 +65,12 @@ def with_weights(
     arguments = {**fitting, **model.args, **model.student_args}
     torch.manual_seed(settings.seed)  # a conversion draws, too
     stored, vit = (untrained(model.name, given, "meta") for given in ({}, arguments))
-    if parts_of(stored) != parts_of(vit):
-        raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
+    differing = sorted(parts_of(stored) ^ parts_of(vit))
+    if differing:
+        raise UserError(
+            f"model.args: {model.args | model.student_args} do not fit the weights of {model.name}, "
+            f"which the ViT differs from in {', '.join(differing)}"
+        )
     sizes = sizes_of(stored)
     asked = sizes_of(vit)
     sizes.check(asked, "model.args")
