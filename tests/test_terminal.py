@@ -1,6 +1,7 @@
 """Lines on a terminal of 80 columns: what can be copied stays in one piece."""
 
 import io
+import re
 import shlex
 import subprocess
 
@@ -52,13 +53,29 @@ def test_a_path_that_does_not_fit_a_table_is_a_line_of_its_own(monkeypatch):
     assert aligned(rows, io.StringIO())[-1] == f"hat    {rows[-1][1]}"
 
 
+def test_a_bar_inside_another_one_is_gone_when_it_ends(monkeypatch):
+    """Images are decoded while the bar of a training stands."""
+    terminal = Terminal()
+    console = Console(file=terminal, force_terminal=True, highlight=False, width=80, height=24)
+    monkeypatch.setattr(progress, "shared_console", lambda: console)
+    with EpochProgress("training", 10, 1) as training:
+        with EpochProgress("decoding", 10, 1) as decoding:
+            decoding.advance(10)
+            training._bar.refresh()
+        assert "decoding" in terminal.getvalue()
+        training._bar.refresh()
+        before = len(terminal.getvalue())
+        console.print("said")
+    after = terminal.getvalue()[before:]
+    assert "said" in after and "training" in after and "decoding" not in after
+    assert not re.search("training[^\n]*decoding", terminal.getvalue())
+
+
 def test_of_many_epochs_a_terminal_keeps_ten(monkeypatch):
     terminal = Terminal()
     console = Console(file=terminal, force_terminal=True, highlight=False, width=80, height=24)
+    monkeypatch.setattr(progress, "shared_console", lambda: console)
     with EpochProgress("xsa", 10, 48) as job:
-        job._bar.stop() if job._bar else None
-        job.console = console
-        job._bar = progress.Bar(console=console, transient=True)
         for number in range(48):
             job.epoch(number + 1, {"val": f"{number}.0 %", "time": "0.1 s"})
         assert [line.plain for line in job._bar.get_renderables() if hasattr(line, "plain")] == [

@@ -3,6 +3,7 @@ metrics.jsonl."""
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +48,12 @@ class EpochMetrics(TypedDict):
     images_per_s: NotRequired[float]
 
 
+@functools.cache
+def shared_console() -> Console:
+    """One for all bars: a bar that begins inside another one is drawn below it, not over it."""
+    return Console(stderr=True, highlight=False)
+
+
 EPOCHS_SHOWN = 10
 """Epochs that stay on a terminal when a job ends."""
 
@@ -72,7 +79,8 @@ class EpochProgress:
         self.label = label
         self.epochs = epochs
         self.total = images_per_epoch * epochs
-        self.console = Console(stderr=True, highlight=False, quiet=not distributed.is_main())
+        self.console = shared_console()
+        self.console.quiet = not distributed.is_main()
         self._bar: Bar | None = None
         self._epochs: list[dict[str, str]] = []
         self._task = TaskID(0)

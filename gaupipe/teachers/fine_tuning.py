@@ -67,9 +67,10 @@ def with_weights(
     stored, vit = (untrained(model.name, given, "meta") for given in ({}, arguments))
     differing = sorted(parts_of(stored) ^ parts_of(vit))
     if differing:
+        given = model.args | model.student_args
         raise UserError(
-            f"model.args: {model.args | model.student_args} do not fit the weights of {model.name}, "
-            f"which the ViT differs from in {', '.join(differing)}"
+            f"model.args: {given} do not fit the weights of {model.name}, which the ViT differs "
+            f"from in {', '.join(differing)}"
         )
     sizes = sizes_of(stored)
     asked = sizes_of(vit)

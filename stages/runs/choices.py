@@ -290,7 +290,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
     if choices.given("train.optim.name") is None:
         warmup = min(4, student_epochs // 4)
-        choices.choose("train.optim.warmup_epochs", warmup, "until it is reached")
+        choices.choose("train.optim.warmup_epochs", warmup, "epochs until it is reached")
         choices.choose("train.optim.weight_decay", 0.1, "keeps the weights small")
 
 
