@@ -81,7 +81,7 @@ def test_of_many_epochs_a_terminal_keeps_ten(monkeypatch):
         assert [line.plain for line in job._bar.get_renderables() if hasattr(line, "plain")] == [
             "xsa epoch 48/48: val 47.0 %, time 0.1 s"
         ]
-    lines = terminal.getvalue().splitlines()
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", terminal.getvalue()).splitlines()
     start = lines.index("epoch     val   time")
     assert lines[start + 1] == "    1   0.0 %  0.1 s"
     assert lines[-1] == "   48  47.0 %  0.1 s" and len(lines) == start + 11
