@@ -26,6 +26,7 @@ from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
 from gaupipe.system.errors import UserError
 from gaupipe.training.student import build_student
+from gaupipe.vit.stem import STEMS
 from pictures import write_idx
 from runs import run_main
 from stages import phase_b
@@ -198,6 +199,10 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     assert longer[0] == plain and longer[1] != student and longer[2] == teacher
     alone = "phase_a.per_image=none"
     assert digests(alone) == digests(alone, "phase_b.shuffle_maps=yes")
+    for teacher, shared in (("vit_tiny_patch16_224", True), ("local", True), ("vit", False)):
+        names = [f"phase_a.teacher={teacher}", "phase_b.alpha=0"]
+        stems = [config.load("digits_expected", [*names, f"model.stem={stem}"]) for stem in STEMS]
+        assert (len({digest(as_teacher(one)) for one in stems}) == 1) == shared
 
     base = config.load("digits_expected")
     flat = config.flatten(resolve(Row(name=""), base), Scope.ANYTIME)  # also those with a default

@@ -648,7 +648,9 @@ class Settings(Section):
         """These settings with the defaults of whatever phase A does not read."""
         model = self.model
         defaults = ModelSettings()
-        read_by_students = ("attention", "attention_options", "match_params", "student_args")
+        read_by_students = ["attention", "attention_options", "match_params", "student_args"]
+        if not self.phase_a.most_epochs:  # the teacher is not built of these settings
+            read_by_students.append("stem")
         unread = {name: getattr(defaults, name) for name in read_by_students}
         model = model.model_copy(update=unread)
         changes = {
