@@ -244,14 +244,17 @@ def test_compiles_without_graph_breaks(key):
     torch._dynamo.reset()
 
 
+ADDED = {"belief_star": {"proj_local.weight"}, "belief2": {"proj_parallel.weight", "z.weight"}}
+"""Parameters that timm's attention has not."""
+
+
 @pytest.mark.parametrize("key", STUDENTS)
 def test_timm_weights_load_with_only_the_added_matrices_missing(key):
     norms = dict(qk_norm=True, scale_norm=True, norm_layer=torch.nn.LayerNorm)
     stock = timm.layers.Attention(32, 4, qkv_bias=True, **norms)
     student = ATTENTION[key](32, 4, qkv_bias=True, **norms)
     missing, unexpected = student.load_state_dict(stock.state_dict(), strict=False)
-    added = {"belief_star": {"proj_local.weight"}, "belief2": {"proj_parallel.weight", "z.weight"}}
-    assert set(missing) == added.get(key, set()) and not unexpected
+    assert set(missing) == ADDED.get(key, set()) and not unexpected
     if key == "standard":
         x = torch.randn(2, 6, 32)
         torch.testing.assert_close(student(x, is_causal=True), stock(x, is_causal=True))
