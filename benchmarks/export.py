@@ -60,7 +60,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             shard_bytes=int(arguments.shard_mb * 1e6),
         )
         started, cpu_started = time.perf_counter(), time.process_time()
-        export.write(job, writer, export.Place(writer.url))
+        export.write(job, writer, writer.pending(), export.Place(writer.url))
         speed = len(job.data.train) / (time.perf_counter() - started)
         if repeat:
             of_cpu.append(forward_cpu / (time.process_time() - cpu_started))

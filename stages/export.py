@@ -9,9 +9,10 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,8 @@ def run(
         say_nothing_to_export(settings, request.out)
         return None
     with request.run.locked(shared=request.part is not None):
-        job = distributed.main_first(lambda: request.load(settings, data))
-        say_what_students_lack(job)
-        probe_where_others_are_predicted(job)
-        return export(job, request.place, request.kind_options)
+        load = partial(request.load, settings, data)
+        return export(load, request.place, request.kind_options)
 
 
 def say_nothing_to_export(settings: Settings, out: str | None) -> None:
@@ -206,8 +205,7 @@ def run_model(
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
         return open_model(model, files, download, image_size)[0]
 
-    job = distributed.main_first(load)
-    return export(job, place, {"kind": kind, "encoding": encoding, "k": k})
+    return export(load, place, {"kind": kind, "encoding": encoding, "k": k})
 
 
 @dataclass(frozen=True)
@@ -299,8 +297,15 @@ class Place:
         with alone_in(folder, BUSY, shared=self.part is not None):
             yield
 
-    def open(self, job: TeacherJob[Any], schema: store.Schema) -> store.Writer:
-        """The writer of a rank: the first one makes the store, or continues or repairs it."""
+    def open(
+        self, job: TeacherJob[Any], schema: store.Schema
+    ) -> tuple[store.Writer, list[store.Shard]]:
+        """The writer of a rank, and the shards that are still to be written. The first rank makes
+        the store, or continues or repairs it."""
+        writer = self._open(job, schema)
+        return writer, writer.pending()
+
+    def _open(self, job: TeacherJob[Any], schema: store.Schema) -> store.Writer:
         if not distributed.is_main():
             return store.join(self.url)
         shard_bytes = int(self.shard_mb * 1e6)
@@ -322,15 +327,21 @@ class Place:
         )
 
 
-def export(job: TeacherJob[Any], place: Place, options: dict[str, Any]) -> str:
-    """Writes the store of a teacher and returns its URL."""
+def export(load: Callable[[], TeacherJob[Any]], place: Place, options: dict[str, Any]) -> str:
+    """Writes the store of the teacher that ``load`` gives, and returns its URL."""
+    job = distributed.main_first(load)
+    if not isinstance(job, FilesJob):  # which has no students
+        say_what_students_lack(job)
+        probe_where_others_are_predicted(job)
     asked = place.choose(job, options)  # before any rank has begun a store there
     ranks.check_same(job.settings, job.data, job.named_sha256())
     schema = make_schema(job, asked, job.sha256)
     with contextlib.ExitStack() as held:
         if distributed.is_main():
             held.enter_context(place.held(job, schema))
-        write(job, distributed.main_first(lambda: place.open(job, schema)), place)
+        # no rank goes on before all have listed what is pending, so they list the same shards
+        writer, pending = distributed.main_first(lambda: place.open(job, schema))
+        write(job, writer, pending, place)
     return place.url
 
 
@@ -367,13 +378,14 @@ def ensure(
     return url
 
 
-def write(job: TeacherJob[Any], writer: store.Writer, place: Place) -> None:
-    """Runs the teacher over the images of every pending shard, or of those of a part; shards
-    are encoded and stored while the next are made. Part i of n has the shards i - 1, i - 1 + n, and
-    so on, and of W ranks rank r writes every W-th of the pending ones."""
+def write(
+    job: TeacherJob[Any], writer: store.Writer, everything: Sequence[store.Shard], place: Place
+) -> None:
+    """Runs the teacher over the images of ``everything`` that is pending, or over those of a part;
+    shards are encoded and stored while the next are made. Part i of n has the shards i - 1, i - 1 +
+    n, and so on, and of W ranks rank r writes every W-th of the pending ones."""
     schema = writer.schema
     number, count = place.part or (1, 1)
-    everything = distributed.from_main(writer.pending)  # other parts may be written meanwhile
     pending = [shard for shard in everything if shard.index % count == number - 1]
     images = sum(shard.stop - shard.start for shard in pending)
     mine = pending[distributed.rank() :: distributed.world_size()]
@@ -402,7 +414,9 @@ def write(job: TeacherJob[Any], writer: store.Writer, place: Place) -> None:
         for write in writes:
             write.result()
         all_losses = distributed.all_gather_object(losses)  # once all ranks' shards are stored
-        missing = distributed.from_main(lambda: finish(writer, everything, place))
+        missing = 0
+        if distributed.is_main():
+            missing = finish(writer, everything, place)
         seconds = time.monotonic() - started
         entry = entry_of(schema)
         speed = images / max(seconds, 1e-9)

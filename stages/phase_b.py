@@ -31,14 +31,14 @@ from stages.runs.students import StudentRequest
 def run(
     run_dir: Path, student: str | None = None, *, data: ImageData | None = None, **options: Any
 ) -> list[EpochMetrics]:
-    """Trains a student in ``run_dir`` and returns its metrics. ``options`` as those of ``begin`` in
-    ``stages/runs/students.py``; ``data`` is the data set of the settings, where it has been read
+    """Trains a student in ``run_dir`` and returns its metrics. ``options`` are those of ``resolve``
+    in ``stages/runs/students.py``; ``data`` is the data set of the settings, where it has been read
     already. Raises UserError before anything is written."""
-    return run_request(students.begin(run_dir, student, **options), data)
+    return run_request(students.resolve(run_dir, student, **options), data)
 
 
 def run_request(request: StudentRequest, data: ImageData | None = None) -> list[EpochMetrics]:
-    """As :func:`run`, of a student whose settings are written."""
+    """As :func:`run`."""
     with opened(request, partial(start, request), data) as (job, state):
         train(job, state, request.folder)
         if distributed.is_main():

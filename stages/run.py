@@ -77,9 +77,9 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         if before.epochs < settings.baseline_epochs and distributed.is_main():
             both = f"both phases have {settings.baseline_epochs} epochs"
             print(f"gaupipe: {folder} is from before phase A: {both}", file=sys.stderr)
-    if teacher[-1]["epoch"] == 0 and not settings.phase_a.is_local:
-        trained = lines
-        lines = distributed.from_main(lambda: with_sizes(trained, run_dir, attention, data))
+    was_trained = teacher[-1]["epoch"] == 0 and not settings.phase_a.is_local
+    if was_trained and distributed.is_main():  # which shows the table
+        lines = with_sizes(lines, run_dir, attention, data)
     return lines
 
 
@@ -125,7 +125,7 @@ def speed_of(model: nn.Module, images: Tensor) -> float:
 
 def line(model: str, metrics: list[EpochMetrics], folder: Path) -> Line:
     """A student's line of the table: the accuracies are those of the epoch that was kept."""
-    epoch = kept_epochs.entry(folder, len(metrics))["epoch"]
+    epoch = kept_epochs.entry(folder)["epoch"]
     if epoch != len(metrics):
         model += f" (epoch {epoch})"
     kept = metrics[epoch - 1]

@@ -8,7 +8,6 @@ from pathlib import Path
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.training.job import build, train
 from stages.runs import kept_epochs
@@ -54,7 +53,10 @@ def resolve(settings: Settings, run: RunDirectory, resume: bool) -> StudentReque
     asked = settings.with_section("train", keep=before.train.keep)
     run.check(asked.with_section("baseline", keep=before.baseline.keep))
     folder = run.student(settings.model.attention, distilled=False)
-    if not resume and folder.exists():
-        raise UserError(f"{folder} already exists: --resume continues it, {ELSEWHERE}")
     settings = run.with_baseline(settings, folder.name)
-    return StudentRequest(settings, folder, run, resume=resume, written=False, instead=ELSEWHERE)
+    request = StudentRequest(
+        settings, folder, run, resume=resume, begins_run=True, instead=ELSEWHERE
+    )
+    if not resume:
+        request.check_free()
+    return request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from store.manifest import (
 )
 from store.schema import Schema
 from store.writer import Writer, refuse_another
-
-MOST_LISTED = 10_000
-"""Unfinished shards that are named one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +81,7 @@ def check_shards(
 ) -> list[Problem]:
     """Everything wrong in the images' files, which the manifest's `shards` name."""
     problems = []
-    indices: Iterable[int] = range(layout.num_shards)
-    missing = layout.num_shards - len(shards)
-    if missing > MOST_LISTED:  # metadata may speak of more shards than could be listed
-        problems.append(Problem(f"{missing} of {layout.num_shards} shards are not written yet"))
-        indices = sorted(shards)
-    for index in indices:
+    for index in range(layout.num_shards):
         shard = layout.shard(index)
         for name in layout.names:
             what = _check_file(files, layout, shards, name, index)

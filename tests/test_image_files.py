@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-import struct
 import subprocess
-import zlib
 
 import numpy as np
 import pytest
@@ -143,37 +141,6 @@ def test_a_damaged_image_stops_a_run_before_anything_is_written(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"gaupipe: {path}: not readable")
     assert not (tmp_path / "run").exists()
-
-
-def png(values: np.ndarray, rows: int, interlaced: bool) -> bytes:
-    """The PNG of grey ``values`` [height, width] that ends, as a whole file, after some rows of
-    its only or last pass."""
-    passes = [values]
-    if interlaced:  # of each square of 8 pixels, as the PNG specification draws it
-        v = values
-        passes = [v[::8, ::8], v[::8, 4::8], v[4::8, ::4], v[::4, 2::4], v[2::4, ::2]]
-        passes += [v[::2, 1::2], v[1::2]]
-    passes[-1] = passes[-1][:rows]
-    lines = b"".join(b"\0" + row.tobytes() for each in passes for row in each)
-    header = struct.pack(">IIBBBBB", *values.shape[::-1], 8, 0, 0, 0, interlaced)
-    content = b"\x89PNG\r\n\x1a\n"
-    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b"")):
-        checksum = struct.pack(">I", zlib.crc32(kind + data))
-        content += struct.pack(">I", len(data)) + kind + data + checksum
-    return content
-
-
-@pytest.mark.parametrize("interlaced", [False, True])
-def test_a_png_that_ends_before_its_last_row_is_refused(root, interlaced):
-    path, values = root / "train" / "cat" / "a.png", noise(3, 8, 8)
-    values[-1] = 0  # also a black row may be missing
-    whole = 4 if interlaced else 8
-    path.write_bytes(png(values, whole, interlaced))
-    np.testing.assert_array_equal(pixels(path)[..., 1], values)
-    load(root)
-    for rows in range(whole):
-        path.write_bytes(png(values, rows, interlaced))
-        assert f"{path}: not readable as an image (" in refused(root)
 
 
 # what a folder holds

@@ -153,8 +153,8 @@ def test_draws_start_anew_on_another_type_of_device():
     def followed(name: int, first: int) -> int:
         epoch = object.__new__(Epoch)
         epoch.first, epoch._generators = first, {}
-        saved = {"generators": {name: torch.zeros(16, dtype=torch.uint8)}}  # as a GPU's
-        state = types.SimpleNamespace(epoch=saved)
+        of_a_gpu = {"generators": {name: torch.zeros(16, dtype=torch.uint8)}}
+        state = types.SimpleNamespace(epoch={"ranks": [of_a_gpu]})
         epoch.loop = types.SimpleNamespace(update=types.SimpleNamespace(state=state))
         generator = torch.Generator().manual_seed(name)
         epoch.follow({name: generator})

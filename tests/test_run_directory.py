@@ -2,6 +2,7 @@
 at a time."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -153,7 +154,8 @@ def test_two_first_commands_at_once(made, tmp_path, in_process):
 
 def test_a_new_student_has_its_settings_or_is_not_there(made, monkeypatch):
     """Also for another command that makes the same folder between look and write."""
-    settings, folder = RunDirectory(made).settings(), made / "phase_b" / "new"
+    folder = made / "phase_b" / "new"
+    request = students.StudentRequest(RunDirectory(made).settings(), folder)
 
     def write(other, *_):
         assert other != folder and not folder.exists()
@@ -161,22 +163,23 @@ def test_a_new_student_has_its_settings_or_is_not_there(made, monkeypatch):
 
     monkeypatch.setattr(students, "write_request", write)
     with pytest.raises(KeyboardInterrupt):
-        students.make_folder(folder, "", settings)
+        students.make_folder(request)
     assert not list(folder.parent.glob("*new*"))
     monkeypatch.setattr(students, "write_request", lambda *_: (folder / "full").mkdir(parents=True))
     with pytest.raises(UserError, match="new already exists"):
-        students.make_folder(folder, "", settings)
+        students.make_folder(request)
     assert [path.name for path in folder.parent.glob("*new*")] == ["new"]
 
 
 def test_a_new_student_follows_the_umask_and_no_link(made):
-    settings, folder = RunDirectory(made).settings(), made / "phase_b" / "private"
+    folder = made / "phase_b" / "private"
+    request = students.StudentRequest(RunDirectory(made).settings(), folder)
     before = os.umask(0o027)
     try:
-        students.make_folder(folder, "", settings)
+        students.make_folder(request)
     finally:
         os.umask(before)
     assert folder.stat().st_mode & 0o777 == 0o750 and (folder / "config.yaml").is_file()
     folder.with_name("link").symlink_to("nowhere")
     with pytest.raises(UserError, match="link already exists"):
-        students.make_folder(folder.with_name("link"), "", settings)
+        students.make_folder(dataclasses.replace(request, folder=folder.with_name("link")))

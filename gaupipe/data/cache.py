@@ -49,19 +49,15 @@ def digests_file(root: Path) -> Path:
 def read_digests(path: Path) -> dict[str, tuple[str, str]]:
     """{file name: (stamp, SHA-256)}; empty where the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
-        check, _, text = path.read_bytes().partition(b"\n")
-        if hashlib.sha256(text).hexdigest().encode() == check:
-            return json.loads(text)
+        return json.loads(path.read_bytes())
     return {}
 
 
 def write_digests(path: Path, digests: dict[str, tuple[str, str]]) -> None:
-    """Replaces the file, whose first line is the digest of the rest. A cache that cannot be written
-    is left as it is."""
-    text = json.dumps(digests)
+    """Replaces the file. A cache that cannot be written is left as it is."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+        write_whole(path, json.dumps(digests))
 
 
 class ImageCache:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import struct
 import warnings
-import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -39,21 +37,6 @@ def identify(file: BinaryIO) -> Image.Image:
     return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
 
 
-PASSES = (
-    (0, 0, 8, 8),
-    (4, 0, 8, 8),
-    (0, 4, 4, 8),
-    (2, 0, 4, 4),
-    (0, 2, 2, 4),
-    (1, 0, 2, 2),
-    (0, 1, 1, 2),
-)
-"""First column, first row and the steps of each pass of an interlaced PNG."""
-
-PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""Channels by a PNG's colour type."""
-
-
 def read_rgb(file: BinaryIO) -> Image.Image:
     """The first frame of an image in RGB, turned as its EXIF orientation says.
 
@@ -62,7 +45,7 @@ def read_rgb(file: BinaryIO) -> Image.Image:
     for grey values of another range.
     """
     with identify(file) as image:
-        return _rgb(image, file)
+        return _rgb(image)
 
 
 def check(file: BinaryIO) -> None:
@@ -70,57 +53,14 @@ def check(file: BinaryIO) -> None:
     what :func:`read_rgb` raises."""
     with identify(file) as image:
         image.draft(None, (1, 1))
-        _rgb(image, file)
+        _rgb(image)
 
 
-def _rgb(image: Image.Image, file: BinaryIO) -> Image.Image:
-    image.load()
-    if image.format == "PNG" and _ends_black(image):
-        _check_rows(file)
+def _rgb(image: Image.Image) -> Image.Image:
     image = ImageOps.exif_transpose(image)
     if image.mode == "F" or image.mode.startswith("I"):
         image = Image.fromarray(_eight_bits(np.asarray(image)))
     return image.convert("RGB")
-
-
-def _ends_black(image: Image.Image) -> bool:
-    """True where rows may be missing from a PNG: Pillow leaves them black without an error. The
-    last row of an interlaced one may have come before others."""
-    width, height = image.size
-    last_row = image.crop((0, height - 1, width, height))
-    return bool(image.info.get("interlace")) or last_row.getbbox() is None
-
-
-def _check_rows(file: BinaryIO) -> None:
-    """Raises ValueError for a PNG that holds fewer bytes of pixels than its header says."""
-    file.seek(8)
-    expected = 0
-    found = 0
-    inflate = zlib.decompressobj()
-    while len(start := file.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", start)
-        content = file.read(length)
-        file.seek(4, os.SEEK_CUR)  # a chunk's checksum, which Pillow has compared
-        if kind == b"IHDR":
-            expected = _bytes_of_rows(*struct.unpack(">IIBBBBB", content))
-        if kind == b"IDAT":
-            found += len(inflate.decompress(content, expected - found))
-            if found == expected:
-                return
-    raise ValueError(f"it has {found} of the {expected} bytes of its pixels")
-
-
-def _bytes_of_rows(
-    width: int, height: int, bits: int, colour: int, _method: int, _filter: int, interlaced: int
-) -> int:
-    """Bytes of a PNG's rows before compression, each with the byte that names its filter."""
-    total = 0
-    for left, top, across, down in PASSES if interlaced else ((0, 0, 1, 1),):
-        columns = -(-(width - left) // across)
-        rows = -(-(height - top) // down)
-        if columns > 0 and rows > 0:
-            total += rows * (1 + -(-columns * bits * PNG_CHANNELS[colour] // 8))
-    return total
 
 
 def _eight_bits(values: np.ndarray) -> np.ndarray:

@@ -158,14 +158,8 @@ class ArrayImages(Dataset[Any]):
         """The same images at ``size`` x ``size`` pixels, with antialiasing."""
         if tuple(self.images.shape[-2:]) == (size, size):
             return self
-        try:
-            mode = InterpolationMode(interpolation)
-            images = F.resize(self.images, [size, size], mode, antialias=True)
-        except RuntimeError as error:  # torch's allocator
-            raise UserError(
-                f"data.image_size: {len(self)} images of {size} x {size} pixels cannot be held in "
-                f"memory: {str(error).splitlines()[0]}"
-            ) from None
+        mode = InterpolationMode(interpolation)
+        images = F.resize(self.images, [size, size], mode, antialias=True)
         return ArrayImages(images.numpy(), self.labels, self.class_names)
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 
 A signal requests a checkpoint, and so does the clock when the last checkpoint is old. Only between
 two steps of the optimizer is there anything to save, and all ranks must save at the same one. So a
-request waits, and the ranks add up their requests with every batch
+request waits, and the ranks add up their requests every some batches
 (:class:`gaupipe.training.update.Update`).
 """
 

@@ -144,10 +144,13 @@ class Epoch:
         """Saves these generators, which their keys name on all ranks, in checkpoints within the
         epoch, and restores their state. On another type of device they start anew."""
         self._generators.update(generators)
-        saved = self.loop.update.state.epoch or {"generators": {}}
-        for name in generators.keys() & saved["generators"].keys():
+        saved: dict[int, Tensor] = {}
+        if self.loop.update.state.epoch is not None:
+            for rank in self.loop.update.state.epoch["ranks"]:
+                saved |= rank["generators"]
+        for name in generators.keys() & saved.keys():
             generator = generators[name]
-            generator_state = saved["generators"][name]
+            generator_state = saved[name]
             if generator_state.shape == generator.get_state().shape:
                 generator.set_state(generator_state)
             else:
@@ -212,14 +215,16 @@ class Epoch:
         began = time.monotonic()
         processor_began = time.process_time()
         update = self.loop.update
-        generators = {name: one.get_state() for name, one in self._generators.items()}
-        sums = {name: total.cpu() for name, total in self.sums.items()}
+        mine = {
+            "images": self.images,
+            "sums": {name: total.cpu() for name, total in self.sums.items()},
+            "generators": {name: one.get_state() for name, one in self._generators.items()},
+        }
         update.state.epoch = {
             "batches": self.batches,
             "seconds": began - self.started,
             "processor_seconds": processor_began - self.processor_started,
-            "generators": distributed.all_gather_dict(generators),
-            "ranks": distributed.all_gather_object({"images": self.images, "sums": sums}),
+            "ranks": distributed.all_gather_object(mine),
         }
         update.state.save(self.loop.folder / "checkpoint")
         self.started += time.monotonic() - began

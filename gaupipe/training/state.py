@@ -140,10 +140,6 @@ class TrainingState(Generic[Network]):
                     f"{folder} was started with {name} {old}, now it is {new}: change it back, or "
                     "start afresh in another --run-dir"
                 )
-        metrics = state["metrics"]
-        finished = state["finished"]
-        if not isinstance(finished, bool) or (finished and not metrics):
-            raise ValueError("it does not say which epochs are done")
         self.modules.load_state_dict(state["modules"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
@@ -151,8 +147,8 @@ class TrainingState(Generic[Network]):
             self.ema.load_state_dict(state["ema"])
         if self.per_image is not None:
             self.per_image.load(folder, state["rows"])
-        self.metrics = metrics
-        self.finished = finished
+        self.metrics = state["metrics"]
+        self.finished = state["finished"]
         self.epoch = state["epoch"]
         self.best = state["best"]
 

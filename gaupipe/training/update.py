@@ -21,11 +21,16 @@ CHECK_EVERY = 50
 loss that is read at every step stops a GPU between all of them."""
 
 
+ASK_EVERY = 8
+"""Batches after which ranks ask each other for requests of a checkpoint. After a signal a training
+has seconds, which hold some more steps, and an exchange with every batch would cost all of them."""
+
+
 class Update:
     """The backward pass of each batch and, every ``accumulate`` batches, a step."""
 
     def __init__(self, state: TrainingState[Any], steps: int, pauses: Pauses | None = None) -> None:
-        """``steps`` is the number of batches in an epoch. ``pauses`` learn with each batch what
+        """``steps`` is the number of batches in an epoch. ``pauses`` learn every some batches what
         the other ranks request."""
         self.state = state
         self.steps = steps
@@ -87,7 +92,8 @@ class Update:
         if self.stepped:
             self._step()
         self.batch += 1
-        self.pauses.all_reduce()
+        if distributed.world_size() == 1 or self.batch % ASK_EVERY == 0:
+            self.pauses.all_reduce()
         if self.batch % CHECK_EVERY == 0:
             self.check()
         return scale

@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,48 +143,47 @@ def read_settings(
     attention that is to be trained, None that of the settings. With a trained ``teacher`` what a
     configuration leaves open follows from it. A run on a folder of images that has begun has its
     own."""
+    overrides = overrides or []
+    settings: Any = None
     if data is None:
         from gaupipe.settings.load import load
 
         config = "digits" if config is None else config
-        named = [] if student is None else [f"model.attention={student}"]
-        given = [*(overrides or []), *named]
-        settings = load(config, given)
-        if teacher is not None:
-            settings = for_teacher(config, given, settings)
-        return settings, run_dir or Path("runs") / Path(config).stem
-    if config is not None:
-        raise UserError(
-            f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
-            f"it and name the folder with --set data.name=folder --set data.root={data}"
-        )
-    check_paths(data=data)
-    with begins(f"looks at the images in {data}"):
-        from stages.runs.chosen_settings import settings_for
+        if student is not None:
+            overrides = [*overrides, f"model.attention={student}"]
+        settings = load(config, overrides)
+        folder = run_dir or Path("runs") / Path(config).stem
+        if teacher is None:
+            return settings, folder
+        from stages.runs.choices import is_trained  # with numpy
 
-    name = os.path.basename(os.path.abspath(data)).removesuffix(".tar")
-    folder = run_dir or Path("runs") / (name or "images")
-    settings, lines = distributed.from_main(
-        lambda: settings_for(data, overrides or [], folder, student, plain=plain)
-    )
+        if not is_trained(settings.phase_a.teacher):
+            return settings, folder
+        what = settings.phase_a.teacher
+    else:
+        if config is not None:
+            raise UserError(
+                f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
+                f"it and name the folder with --set data.name=folder --set data.root={data}"
+            )
+        check_paths(data=data)
+        name = os.path.basename(os.path.abspath(data)).removesuffix(".tar")
+        folder = run_dir or Path("runs") / (name or "images")
+        what = f"the images in {data}"
+    choose: Callable[[], tuple[Any, list[str]]]
+    with begins(f"looks at {what}"):
+        if data is None:
+            from stages.runs.trained_teacher import with_trained_teacher
+
+            choose = partial(with_trained_teacher, str(config), overrides, settings)
+        else:
+            from stages.runs.chosen_settings import settings_for
+
+            choose = partial(settings_for, data, overrides, folder, student, plain=plain)
+    settings, lines = distributed.from_main(choose)
     if distributed.is_main():
         say_choices(lines)
     return settings, folder
-
-
-def for_teacher(config: str, given: list[str], settings: Any) -> Any:
-    """The settings of a configuration with what follows from its teacher, which is then said."""
-    from stages.runs.choices import is_trained
-
-    if not is_trained(settings.phase_a.teacher):
-        return settings
-    with begins(f"looks at {settings.phase_a.teacher}"):
-        from stages.runs.trained_teacher import with_trained_teacher
-
-    settings, lines = distributed.from_main(lambda: with_trained_teacher(config, given, settings))
-    if distributed.is_main():
-        say_choices([f"  {line}" for line in lines])
-    return settings
 
 
 def say_choices(lines: list[str]) -> None:

@@ -219,7 +219,7 @@ def phase_b(
 
     options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
     check_paths(maps=maps if distill and maps else None)
-    request = students.begin(run_dir, student, name=name, overrides=overrides, **options)
+    request = students.resolve(run_dir, student, name=name, overrides=overrides, **options)
     with starts("phase B", request.settings, request.folder):
         from stages import phase_b as stage
 

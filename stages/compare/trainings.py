@@ -130,7 +130,7 @@ class RowTraining:
         """Reads the finished training from its files, as JSON values: its curves, and what it
         has cost. Raises UserError where the files are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
-        kept_epochs.entry(self.folder, len(metrics))
+        kept_epochs.entry(self.folder)
         phase_a: list[EpochMetrics] = []
         if not self.row.plain:
             phase_a = read_metrics(self.folder / "phase_a.jsonl")

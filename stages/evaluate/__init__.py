@@ -105,28 +105,34 @@ def run(
     with, StoreError for the store of another teacher or data set, and for a damaged one.
     """
 
-    def load() -> tuple[TrainedStudent, ImageData, store.Store | None]:
+    def load() -> tuple[TrainedStudent, ImageData, store.Store | None, TeacherJob | str | None]:
         if out is not None:
             check_file("--out", out)
         if confusion is not None:
             check_file("--confusion", confusion, ".png")
         student = load_student(run_dir, name, distilled)
         if folder is not None:
-            return student, folder_data(student, folder), None
+            return student, folder_data(student, folder), None, None
         data = student.run.load_data(student.settings, test=split == "test")
         if split not in data.splits:
             raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
         check_data(student, data)
-        return student, data, open_maps(student, data)
+        return student, data, open_maps(student, data), teacher_of_unseen(student, data)
 
-    student, data, maps = distributed.main_first(load)
+    student, data, maps, teacher_job = distributed.main_first(load)
     weights = student.folder / "student"
-    ranks.check_same(student.settings, data, {f"{weights}, sha256": saved_sha256(weights)})
+    files = {
+        f"{weights}, sha256": saved_sha256(weights),
+        "the teacher": teacher_job if isinstance(teacher_job, str) else "is there",
+    }
+    ranks.check_same(student.settings, data, files)
     images = getattr(data, split)
     logits, labels = predictions(student.model, images, data, student.settings)
     teacher: BesideTeacher = {}
-    if folder is None:
-        teacher = beside_teacher(student, images, data, logits)
+    if isinstance(teacher_job, str):
+        teacher = {"no_teacher": teacher_job}
+    elif teacher_job is not None:
+        teacher = beside_teacher(teacher_job, images, data, logits)
     agreement: Agreement = {}
     if maps is not None:
         agreement = teacher_agreement(student.model, maps, data, student.settings)
@@ -188,35 +194,29 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
     return data
 
 
-@torch.inference_mode()
-def beside_teacher(
-    student: TrainedStudent, images: Split, data: ImageData, logits: Tensor
-) -> BesideTeacher:
-    """Top-1 accuracy and cross-entropy of the teacher on the split, and the share of images whose
-    class it predicts as ``logits`` [N, C] do. For a teacher that knows unseen images: a trained ViT
-    with predictions.
-
-    ``no_teacher`` says why, where the teacher is no longer there, and where the student learned
-    from another one than the run's.
-    """
+def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> TeacherJob | str | None:
+    """The run's teacher, if it predicts the classes of unseen images: a trained ViT. Or the reason
+    why it is not to be had, where the student learned from another one, or its files have gone."""
     run = student.run
     phase = run.settings().phase_a
     if phase.learns_gaussians or run.teacher_digest() is None:
-        return {}
-
-    def load() -> TeacherJob:
-        if student.has_other_teacher:
-            raise UserError("the student learned from another teacher than the run's")
-        return phase_a.load(run, data)
-
+        return None
+    if student.has_other_teacher:
+        return "the student learned from another teacher than the run's"
     try:
-        job = distributed.main_first(load)
-    except UserError as error:  # a folder that has moved, or weights that are no longer there
-        return {"no_teacher": str(error)}
-    teacher = job.teacher
-    if not teacher.predicts:
-        return {}
-    teacher_logits, labels = predictions(teacher, images, data, job.settings)
+        job = phase_a.load(run, data)
+    except UserError as error:
+        return str(error)
+    return job if job.teacher.predicts else None
+
+
+@torch.inference_mode()
+def beside_teacher(
+    job: TeacherJob, images: Split, data: ImageData, logits: Tensor
+) -> BesideTeacher:
+    """Top-1 accuracy and cross-entropy of a teacher on the split, and the share of images whose
+    class it predicts as ``logits`` [N, C] do."""
+    teacher_logits, labels = predictions(job.teacher, images, data, job.settings)
     scores = metrics(teacher_logits, labels)
     same = teacher_logits.argmax(-1) == logits.argmax(-1)
     return {

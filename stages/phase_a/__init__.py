@@ -64,9 +64,9 @@ def run(
     if not job.settings.phase_a.learns_gaussians:
         return trained_vit.adopt(job, run, resume)
     state = training_state(job)
-    with opened_teacher(run, job.settings, job.data, resume, state):
+    with opened_teacher(run, job.settings, job.data, resume, state) as finished:
         train(job, state, run.phase_a)
-        if not distributed.from_main(run.teacher_sha256.is_file):
+        if not finished:
             sha256 = replace(job, teacher=state.kept).sha256  # of the images of all ranks
             if distributed.is_main():
                 run.write_teacher_digest(sha256)

@@ -71,9 +71,9 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
     say_what_students_lack(job)
     if run.teacher_digest() is not None:
         check_unchanged(job, run)
-    with opened_teacher(run, job.settings, job.data, resume):
-        path = run.phase_a / "metrics.jsonl"
-        if not distributed.from_main(lambda: path.is_file() and run.teacher_sha256.is_file()):
+    path = run.phase_a / "metrics.jsonl"
+    with opened_teacher(run, job.settings, job.data, resume) as finished:
+        if not finished:
             started = time.monotonic()
             probe_where_others_are_predicted(job)
             metrics = measure(job, started)

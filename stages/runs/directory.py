@@ -8,10 +8,10 @@ import fcntl
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gaupipe.settings import Settings
 from gaupipe.settings.load import changed, dump, flatten, load, parse, with_overrides
@@ -23,6 +23,8 @@ from gaupipe.system.terminal import fitted
 
 if TYPE_CHECKING:
     from gaupipe.data.splits import ImageData
+
+T = TypeVar("T")
 
 RUNS = Path("runs")
 """Where runs go that were not given a folder."""
@@ -278,11 +280,13 @@ class RunDirectory:
             epochs = settings.baseline_epochs if self.phase_a.exists() else None
         return settings.with_section("baseline", epochs=epochs)
 
-    def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
+    def locked(
+        self, shared: bool = False, begin: Callable[[], T] | None = None
+    ) -> contextlib.AbstractContextManager[T]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of
         one teacher may be trained at once, each with a ``shared`` lock on the run and a lock on
         its own folder."""
-        return locked(self.path, "run", shared)
+        return locked(self.path, "run", shared, begin)
 
 
 def settled(settings: Settings, before: Settings | None = None) -> Settings:
@@ -330,12 +334,19 @@ def last_used() -> RunDirectory:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
-    """:func:`lock_of_process` of rank 0, for all ranks. They enter and leave together: no rank
-    writes before rank 0 has the lock, or goes on to read before rank 0 has written."""
+def locked(
+    folder: Path, what: str, shared: bool = False, begin: Callable[[], T] | None = None
+) -> Iterator[T]:
+    """:func:`lock_of_process` of rank 0, for all ranks, which get what ``begin`` returns there once
+    it has the lock. They enter and leave together: no rank writes before rank 0 has the lock, or
+    goes on to read before rank 0 has written."""
     with contextlib.ExitStack() as held:
-        distributed.from_main(lambda: held.enter_context(lock_of_process(folder, what, shared)))
-        yield
+
+        def enter() -> Any:
+            held.enter_context(lock_of_process(folder, what, shared))
+            return begin() if begin is not None else None
+
+        yield distributed.from_main(enter)
         distributed.from_main(lambda: None)
 
 

@@ -72,10 +72,9 @@ class KeptEpoch(TypedDict):
     """Of the weights; None while they are written."""
 
 
-def entry(folder: Path, epochs: int | None = None) -> KeptEpoch:
-    """The content of student.json. Raises UserError for a file that is damaged or of other weights,
-    and where the training had another number of ``epochs``: files of two trainings were copied into
-    one folder."""
+def entry(folder: Path) -> KeptEpoch:
+    """The content of student.json. Raises UserError for a file that is damaged or of other
+    weights."""
     path = folder / FILE
     try:
         entry = json.loads(path.read_bytes())
@@ -88,12 +87,6 @@ def entry(folder: Path, epochs: int | None = None) -> KeptEpoch:
         raise UserError(
             f"{folder / 'student'}: student.json beside it is of other weights, as after an "
             f"interruption: {REMEDY}"
-        )
-    if epochs is not None and entry["last"] != epochs:
-        raise UserError(
-            f"{folder}: student.json is of {entry['last']} epochs of training, metrics.jsonl has "
-            f"{epochs}: the files are not of one training; remove the folder, and it is "
-            "trained again"
         )
     return entry
 

@@ -47,16 +47,10 @@ def opened(
     """
     run = request.run
     folder = request.folder
-    created = request.created
-    # Two orders: phase B has written its request before torch was imported, and reads the run's
-    # store, so it locks before it reads. Plain training may begin a run, so all that can be
-    # refused is refused before there is a folder.
-    ready = None
-    if run is not None and not request.written:
-        ready = prepare(request, build, data)
-        images = ready[0].data
-        if distributed.is_main():
-            created = begin(run, request, images)
+    created = False
+    job, state = prepare(request, build, data)  # whatever can be refused is, before there are files
+    if run is not None and distributed.is_main():
+        created = begin(run, request, job)
     with contextlib.ExitStack() as held:
         held.enter_context(removed_if_refused(folder, created))
         if run is not None:
@@ -64,7 +58,6 @@ def opened(
         if distributed.is_main():
             say_if_afresh(folder, request.resume)
         held.enter_context(locked(folder, "student"))
-        job, state = ready or prepare(request, build, data)
         state.load(folder / "checkpoint")
         if distributed.is_main():
             write_request(folder, job.settings, job.source_of_maps())
@@ -88,16 +81,18 @@ def prepare(request: StudentRequest, build: Build, data: ImageData | None = None
     return job, training_state(job)
 
 
-def begin(run: RunDirectory, request: StudentRequest, data: ImageData) -> bool:
-    """Writes the run's settings and split, where it has none, and the settings of a new student,
-    so that they are known after any interruption. Returns True if there was no student."""
-    if not run.split.is_file():  # which is written last
-        with lock_of_process(run.path, "run"):
-            run.start(request.settings, data, resume=True)
-    run.follow(request.settings)
+def begin(run: RunDirectory, request: StudentRequest, job: Training) -> bool:
+    """Writes the run's settings and split, where this student begins the run, and the settings of a
+    new student, so that they are known after any interruption. Returns True if there was no
+    student."""
+    if request.begins_run:
+        if not run.split.is_file():  # which is written last
+            with lock_of_process(run.path, "run"):
+                run.start(request.settings, job.data, resume=True)
+        run.follow(request.settings)
     created = not request.folder.exists()
     if not request.resume:  # another command may have been quicker
-        make_folder(request.folder, request.instead, request.settings)
+        make_folder(request, job.source_of_maps())
     return created
 
 
@@ -108,17 +103,18 @@ def opened_teacher(
     data: ImageData,
     resume: bool,
     state: TrainingState[Any] | None = None,
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """Holds a run while its teacher is made: begins the run, and puts the training, if there is
-    one, where its last checkpoint was."""
+    one, where its last checkpoint was. Gives True, on all ranks, where phase A has finished."""
 
-    def start() -> None:
+    def begin() -> bool:
         if state is not None:
             say_if_afresh(run.phase_a, resume)
         run.start(settings, data, resume)
+        return run.teacher_sha256.is_file() and (run.phase_a / "metrics.jsonl").is_file()
 
-    with run.locked():
-        distributed.from_main(start)  # it refuses a folder in which another rank writes already
+    # rank 0 alone begins: run.start refuses a folder in which another rank writes already
+    with run.locked(begin=begin) as finished:
         if state is not None:
             state.load(run.phase_a / "checkpoint")
-        yield
+        yield finished

@@ -1,5 +1,5 @@
-"""The start of a student: its settings are written before anything that takes time, torch's import
-included, so that a command that was interrupted is continued as it was asked for."""
+"""What a student of phase B is asked for, and the files in its folder that say so. torch is not
+imported here, so that what the run does not allow is refused at once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ REQUEST_FILES = {"config.yaml", "maps.json", "lock"}
 class StudentRequest:
     """A student that is to be trained.
 
-    folder     where it lies; ``created``: it was not there before this command
+    folder     where it lies
     run        whose student it is; None for one outside of a run, as in a comparison
     teacher    the run whose phase A it learns from; None for the baseline
     maps_url   the attention-map store; None is the teacher's own
     resume     continues from the last checkpoint
-    written    the settings lie in the folder; else they are written before the training begins, and
-               ``instead`` says what to do where the folder is taken
+    begins_run the run begins with this student, if it has not begun
+    instead    what to do where the folder is taken
     """
 
     settings: Settings
@@ -42,17 +42,21 @@ class StudentRequest:
     run: RunDirectory | None = None
     teacher: RunDirectory | None = None
     maps_url: str | None = None
-    created: bool = False
     resume: bool = False
-    written: bool = True
-    instead: str = ""
+    begins_run: bool = False
+    instead: str = "--name NAME trains another student beside it"
 
     @property
     def name(self) -> str:
         return self.folder.name
 
+    def check_free(self) -> None:
+        """Raises UserError, ending in what to do ``instead``, where the folder is taken."""
+        if os.path.lexists(self.folder):
+            raise UserError(f"{self.folder} already exists: --resume continues it, {self.instead}")
 
-def begin(
+
+def resolve(
     run_dir: Path,
     student: str | None = None,
     *,
@@ -62,7 +66,7 @@ def begin(
     resume: bool = False,
     distilled: bool = True,
 ) -> StudentRequest:
-    """Writes the settings of a new student. Collective.
+    """The request for a student of a run, new or to be continued. Writes nothing.
 
     student     its attention; None is the settings' ``model.attention``
     name        of its folder; None is its attention
@@ -75,54 +79,52 @@ def begin(
 
     Raises UserError for what the run does not allow.
     """
+    run = RunDirectory(run_dir)
+    named = name if name is not None else student or run.settings().model.attention
+    check_name(named)
+    if maps_url is not None and not (maps_url and distilled):
+        raise UserError(
+            f"--maps {maps_url!r}: should be the path or URL of a store, and is not for a "
+            "training on the labels alone (--no-distill)"
+        )
+    if not distilled:
+        check_plain(override.partition("=")[0] for override in overrides)
+    if student:
+        overrides = [*overrides, f"model.attention={student}"]
+    settings, folder = run.with_overrides(named, distilled, overrides)
+    attention = settings.model.attention
+    if named in ATTENTION and named != attention:
+        raise UserError(
+            f"--name {named}: is the name of an attention, and this student's is {attention}: "
+            "choose another name"
+        )
+    recorded = None
+    if resume:
+        recorded = recorded_store(folder)
+    if maps_url is None and recorded is not None:
+        maps_url = recorded[0]
+    if maps_url == str(run.maps):
+        maps_url = None
+    teacher = run if distilled else None
+    request = StudentRequest(settings, folder, run, teacher, maps_url, resume)
+    if not resume:
+        request.check_free()
+    return request
 
-    def resolve() -> StudentRequest:
-        run = RunDirectory(run_dir)
-        named = name if name is not None else student or run.settings().model.attention
-        check_name(named)
-        if maps_url is not None and not (maps_url and distilled):
-            raise UserError(
-                f"--maps {maps_url!r}: should be the path or URL of a store, and is not for a "
-                "training on the labels alone (--no-distill)"
-            )
-        new = [*overrides, *([f"model.attention={student}"] if student else [])]
-        if not distilled:
-            check_plain(override.partition("=")[0] for override in overrides)
-        settings, folder = run.with_overrides(named, distilled, new)
-        attention = settings.model.attention
-        if named in ATTENTION and named != attention:
-            raise UserError(
-                f"--name {named}: is the name of an attention, and this student's is {attention}: "
-                "choose another name"
-            )
-        created = not folder.exists()
-        recorded = recorded_store(folder) if resume else None
-        url = maps_url or (recorded[0] if recorded else None)
-        url = None if url == str(run.maps) else url
-        if not resume:
-            beside = "--name NAME trains another student beside it"
-            make_folder(folder, beside, settings, (url, "") if url else None)
-        teacher = run if distilled else None
-        return StudentRequest(settings, folder, run, teacher, url, created, resume)
 
-    return distributed.from_main(resolve)
-
-
-def make_folder(
-    folder: Path, instead: str, settings: Settings, maps: tuple[str, str] | None = None
-) -> None:
-    """Makes the folder of a new student with :func:`write_request`, in one step. Raises UserError,
-    ending in what to do ``instead``, where there is one."""
-    taken = UserError(f"{folder} already exists: --resume continues it, {instead}")
-    if os.path.lexists(folder):
-        raise taken
+def make_folder(request: StudentRequest, maps: tuple[str, str] | None = None) -> None:
+    """Makes the folder of a new student with :func:`write_request`, in one step. Raises UserError
+    as :meth:`StudentRequest.check_free`."""
+    folder = request.folder
+    request.check_free()
     fresh = folder.with_name(f"{partial_prefix(folder)}{secrets.token_hex(8)}")
     fresh.mkdir(parents=True)
     try:
-        write_request(fresh, settings, maps)
+        write_request(fresh, request.settings, maps)
         fresh.rename(folder)
-    except OSError as error:  # another command may have been quicker
-        raise (taken if os.path.lexists(folder) else error) from None
+    except OSError:
+        request.check_free()  # another command may have been quicker
+        raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

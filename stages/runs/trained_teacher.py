@@ -83,4 +83,4 @@ def with_trained_teacher(
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", min(max(2, epochs), MOST_VIEWS), reason)
     more = [f"{key}={json.dumps(choices.given(key))}" for key in choices.chosen]
-    return load(source, [*overrides, *more]), choices.lines()
+    return load(source, [*overrides, *more]), [f"  {line}" for line in choices.lines()]
