@@ -27,7 +27,7 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.models import save_student
 from gaupipe.settings import load as config
-from stages import export
+from stages.export.write import write
 from stages.phase_a import trained_vit
 
 
@@ -60,7 +60,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             shard_bytes=int(arguments.shard_mb * 1e6),
         )
         started, cpu_started = time.perf_counter(), time.process_time()
-        export.write(job, writer, writer.pending(), export.Place(writer.url))
+        write(job, writer, writer.pending())
         speed = len(job.data.train) / (time.perf_counter() - started)
         if repeat:
             of_cpu.append(forward_cpu / (time.process_time() - cpu_started))

@@ -22,6 +22,7 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings import load as config
 from killing import KILLED, InWrite, exit_code
 from stages import export, phase_a
+from stages.export.write import loss_line
 from stages.runs.directory import RunDirectory
 from stores import write_pending
 
@@ -240,7 +241,7 @@ def test_clipped_means_are_reported(run, in_process):
     codes = schema.encode("gaussians", gaussians.numpy(), 0)
     moved = np.abs(schema.decode("gaussians", codes)[..., 1] - gaussians[..., 1].numpy()) > 1 / 127
     assert moved.mean((0, 3)).tolist() == share.tolist()
-    line = export.loss_line(schema, [share * 4, share * 4], 8)
+    line = loss_line(schema, [share * 4, share * 4], 8)
     assert "means the 8-bit codes clip, per block (heads): 0.125 (0.000-0.250)" in line
 
 

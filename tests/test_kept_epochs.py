@@ -171,14 +171,14 @@ def test_a_student_whose_saving_was_interrupted_is_not_taken_for_another_epoch(
     assert kept_epochs.finished(folder) and not kept_epochs.finished(tmp_path)
 
 
-def test_student_and_metrics_of_two_trainings_are_refused(tmp_path, seen):
+def test_a_student_and_the_note_of_another_are_refused(tmp_path, seen):
     train(tmp_path / "x")
     assert kept_epochs.entry(tmp_path / "x")["epoch"] == 7
     seen.clear()
     train(tmp_path / "y", "seed=1")
     shutil.copy(tmp_path / "y/student.json", tmp_path / "x")
     with pytest.raises(UserError, match=r"x/student: student.json beside it is of other weights"):
-        kept_epochs.entry(tmp_path / "x", 7)
+        kept_epochs.entry(tmp_path / "x")
 
 
 @pytest.mark.parametrize(

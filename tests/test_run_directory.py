@@ -16,7 +16,8 @@ from gaupipe.system.errors import UserError
 from killing import FORKS
 from stages import export, phase_a, phase_b
 from stages.runs import students
-from stages.runs.directory import RunDirectory, last_used, locked
+from stages.runs.directory import RunDirectory, last_used
+from stages.runs.locks import locked
 from stages.runs.students import removed_if_refused
 
 TINY = tiny(60, 30, 1, depth=1)

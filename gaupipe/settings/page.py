@@ -7,7 +7,6 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from gaupipe.settings import Settings
@@ -80,14 +79,20 @@ def page() -> str:
 def as_text(prefix: str, width: int) -> str:
     """The settings whose names begin with the words of ``prefix``, for a terminal of so many
     columns; empty where there are none."""
-    wrap = partial(textwrap.wrap, width=width, initial_indent=" " * 4, subsequent_indent=" " * 4)
     lines = []
     for _, _, settings in sections():
-        for name, words, default, effect in settings:
-            if not prefix or f"{name}.".startswith(f"{prefix}."):
-                said = re.sub(r" See \[[^]]*\]\(#[^)]*\)\.$", "", effect)
-                said = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", said).replace("`", "")
-                lines += [f"{name} = {default}", *wrap(words.replace("`", "")), *wrap(said)]
+        for setting in settings:
+            if prefix and not f"{setting.name}.".startswith(f"{prefix}."):
+                continue
+            effect = re.sub(r" See \[[^]]*\]\(#[^)]*\)\.$", "", setting.effect)
+            effect = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", effect)  # a link's text alone
+            lines.append(f"{setting.name} = {setting.default}")
+            for text in (setting.type, effect):
+                indent = " " * 4
+                plain = text.replace("`", "")
+                lines += textwrap.wrap(
+                    plain, width, initial_indent=indent, subsequent_indent=indent
+                )
     return "\n".join(lines)
 
 
@@ -95,18 +100,24 @@ def type_words(schema: dict[str, Any]) -> str:
     """The JSON schema of a setting in words, such as ``whole number above 0 or null``."""
     if "anyOf" in schema:
         return _listed([type_words(one) for one in schema["anyOf"]])
-    if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
-        return _listed([f"`{value}`" for value in values])
-    if "$ref" in schema or schema["type"] == "object":
-        return "section" if "$ref" in schema else "keywords"
-    if schema["type"] == "array":
-        several = schema.get("prefixItems", [])
-        count = f" of {len(several)}" if several else ""
-        return f"list{count} (each: {type_words(several[0] if several else schema['items'])})"
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return _listed([f"`{value}`" for value in schema["enum"]])
+    if "$ref" in schema:
+        return "section"
+    kind = schema["type"]
+    if kind == "object":
+        return "keywords"
+    if kind == "array" and "prefixItems" in schema:
+        several = schema["prefixItems"]
+        return f"list of {len(several)} (each: {type_words(several[0])})"
+    if kind == "array":
+        return f"list (each: {type_words(schema['items'])})"
     limits = [f"{word} {schema[name]}" for name, word in LIMITS.items() if name in schema]
     if {"minimum", "maximum"} <= schema.keys():
         limits = [f"from {schema['minimum']} to {schema['maximum']}"]
-    kind = schema.get("format", schema["type"])
+    kind = schema.get("format", kind)
     return f"{TYPE_WORDS.get(kind, kind)} {' and '.join(limits)}".strip()
 
 

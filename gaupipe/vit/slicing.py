@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +131,7 @@ def slice_weights(
     weights = rescaled(weights, sizes, asked, channels)
     sliced: dict[str, Tensor] = {}
     for name, tensor in with_blocks(weights, evenly_spaced(asked.blocks, sizes.blocks)).items():
-        module = re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0]
+        _, module, _ = parts_of_name(name)
         if module.startswith("patch_embed.") and isinstance(student.patch_embed, ConvPatchEmbed):
             continue
         if name in present and module not in AXES:
@@ -195,12 +194,15 @@ NORM_BEFORE = {
 """The LayerNorm whose output a module reads."""
 SCALE_BEHIND = {"attn.proj": "ls1", "mlp.fc2": "ls2"}
 """The LayerScale, where there is one, that scales what a module adds to the residual stream."""
+NEUTRAL = {*NORM_BEFORE.values(), "fc_norm", *SCALE_BEHIND.values()}
+"""Modules that :func:`in_components` leaves without an effect: gains and scales of 1, biases of
+0."""
 
 
 def has_components(weights: dict[str, Tensor]) -> bool:
     """True for a ViT whose residual stream may be turned: standard attention and FFN alone read it,
     each behind a LayerNorm, and add to it."""
-    modules = {re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0] for name in weights}
+    modules = {parts_of_name(name)[1] for name in weights}
     others = {"attn.v", "attn.z", "attn.gate", "attn.proj_local", "attn.proj_parallel", "norm_pre"}
     return {"norm1", "norm2", "attn.qkv"} <= modules and modules.isdisjoint(others)
 
@@ -222,30 +224,50 @@ def in_components(weights: dict[str, Tensor], spread: Tensor, width: int) -> dic
     scale = float((values[-count:].sum() / values.sum() * len(values) / width).sqrt())
     turned = {}
     for name, tensor in weights.items():
-        block = re.match(r"(blocks\.\d+\.)?", name)[0]  # type: ignore[index]
-        module, _, leaf = name.removeprefix(block).rpartition(".")
-        axes = AXES.get(module, ())
-        norm = f"{block}{NORM_BEFORE.get(module)}"
-        if norm == "norm" and "fc_norm.weight" in weights:
-            norm = "fc_norm"
-        scaled = weights.get(f"{block}{SCALE_BEHIND.get(module)}.gamma")
-        if module in ("norm1", "norm2", "norm", "fc_norm", "ls1", "ls2"):
+        block, module, leaf = parts_of_name(name)
+        if module in NEUTRAL:  # its neighbours take over what it did
             turned[name] = torch.full((width,), float(leaf != "bias")).to(tensor)
             continue
         part = tensor.double().cpu()
-        if f"{norm}.weight" in weights:
-            gain, bias = (weights[f"{norm}.{key}"].double().cpu() for key in ("weight", "bias"))
+        norm = norm_before(weights, block, module)
+        if norm is not None:
+            gain, bias = norm
             if leaf == "bias":
                 part = part + weights[f"{block}{module}.weight"].double().cpu() @ bias
             else:
                 part = part * gain * scale
-        if scaled is not None:
-            part = part * scaled.double().cpu().view(-1, *[1] * (part.ndim - 1))
-        for axis, kind in enumerate(axes[: part.ndim]):
+        layer_scale = weights.get(f"{block}{SCALE_BEHIND.get(module)}.gamma")
+        if layer_scale is not None:
+            part = part * layer_scale.double().cpu().view(-1, *[1] * (part.ndim - 1))
+        for axis, kind in enumerate(AXES.get(module, ())[: part.ndim]):
             if kind == "width":
                 part = (part.movedim(axis, -1) @ basis.mT).movedim(-1, axis)
         turned[name] = part.to(tensor)
     return turned
+
+
+def parts_of_name(name: str) -> tuple[str, str, str]:
+    """("blocks.N." or "", module within it, parameter) of a name in a state_dict."""
+    block = ""
+    if name.startswith("blocks."):
+        _, number, name = name.split(".", 2)
+        block = f"blocks.{number}."
+    module, _, leaf = name.rpartition(".")
+    return block, module, leaf
+
+
+def norm_before(
+    weights: dict[str, Tensor], block: str, module: str
+) -> tuple[Tensor, Tensor] | None:
+    """Gain and bias, float64 [channels], of the LayerNorm whose output a module reads; None for one
+    that reads none."""
+    norm = NORM_BEFORE.get(module)
+    if norm == "norm" and "fc_norm.weight" in weights:  # a head behind pooled tokens
+        norm = "fc_norm"
+    if f"{block}{norm}.weight" not in weights:
+        return None
+    gain, bias = (weights[f"{block}{norm}.{leaf}"] for leaf in ("weight", "bias"))
+    return gain.double().cpu(), bias.double().cpu()
 
 
 def with_blocks(weights: dict[str, Tensor], blocks: list[int]) -> dict[str, Tensor]:
@@ -309,8 +331,8 @@ def _scaled_attention(
     scores = _whole_over((query * key).mT, channels["head"])  # [heads]
     # the smaller head divides its scores by the root of fewer channels
     scores = scores * (asked.channels_of_head / sizes.channels_of_head) ** 0.5
-    of_row = scores.sqrt().repeat_interleave(sizes.channels_of_head)
-    of_row = torch.cat([of_row, of_row, torch.ones_like(of_row)])
+    row_scale = scores.sqrt().repeat_interleave(sizes.channels_of_head)
+    row_scale = torch.cat([row_scale, row_scale, torch.ones_like(row_scale)])
     proj = weights[f"{attention}proj.weight"]
     attended = _whole_over(value.flatten() * proj.square().sum(0), channels["heads"])
     scaled = {f"{attention}proj.weight": proj * attended.sqrt()}
@@ -320,9 +342,9 @@ def _scaled_attention(
             if f"{attention}{name}" in weights:
                 scaled[f"{attention}{name}"] = weights[f"{attention}{name}"] * gain
         return scaled
-    scaled[f"{attention}qkv.weight"] = weights[f"{attention}qkv.weight"] * of_row[:, None]
+    scaled[f"{attention}qkv.weight"] = weights[f"{attention}qkv.weight"] * row_scale[:, None]
     if f"{attention}qkv.bias" in weights:
-        scaled[f"{attention}qkv.bias"] = weights[f"{attention}qkv.bias"] * of_row
+        scaled[f"{attention}qkv.bias"] = weights[f"{attention}qkv.bias"] * row_scale
     return scaled
 
 

@@ -29,7 +29,8 @@ from stages.compare.trainings import RowTraining
 from stages.compare.workers import train
 from stages.phase_a import local
 from stages.phase_a import trained_vit as trained_teacher
-from stages.runs.directory import RunDirectory, locked, settled
+from stages.runs.directory import RunDirectory, settled
+from stages.runs.locks import locked
 
 
 def run(

@@ -15,7 +15,8 @@ from gaupipe.system import distributed
 from gaupipe.training.job import Training, check_training, training_state
 from gaupipe.training.state import TrainingState, has_checkpoint
 from stages.runs import ranks
-from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
+from stages.runs.directory import RunDirectory, say_if_afresh
+from stages.runs.locks import lock_of_process, locked
 from stages.runs.students import StudentRequest, make_folder, removed_if_refused, write_request
 
 Build = Callable[[ImageData, bool], Training]

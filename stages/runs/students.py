@@ -18,7 +18,8 @@ from gaupipe.settings.load import check_plain, dump
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
-from stages.runs.directory import RunDirectory, check_name, lock_of_process
+from stages.runs.directory import RunDirectory, check_name
+from stages.runs.locks import lock_of_process
 
 REQUEST_FILES = {"config.yaml", "maps.json", "lock"}
 """The files of a student before its training begins."""

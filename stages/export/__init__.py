@@ -1,0 +1,213 @@
+"""Export: what the finished teacher knows about every training image goes to the attention-map
+store."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import store
+from gaupipe.data.splits import ImageData
+from gaupipe.distillation.export import is_complete, make_schema, stored_export
+from gaupipe.distillation.files import FilesJob, open_model
+from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.distillation.local import described
+from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.distillation.vit_teacher import other_teacher
+from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import with_overrides
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from stages import phase_a
+from stages.export.place import Place
+from stages.export.write import write
+from stages.phase_a.trained_vit import probe_where_others_are_predicted, say_what_students_lack
+from stages.runs import ranks
+from stages.runs.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """The teacher whose store is to be written: that of a run, or another one in its place."""
+
+    run: RunDirectory
+    teacher: str | None = None
+    """A trained ViT, named as ``phase_a.teacher`` is; None is the run's own teacher."""
+    overrides: Sequence[str] = ()
+    """``phase_a.teacher_args...=value``, of ``teacher``."""
+    download: bool = False
+    """Fetch the published weights of ``teacher``."""
+    augment: AugmentSettings | None = None
+    """Draws the views; None is the run's ``augment``."""
+
+    def check(self, out: str | None) -> Settings:
+        """The settings of the run, whose maps are to go to ``out``. Raises UserError for options
+        that do not go together."""
+        if self.teacher is not None and out is None:
+            raise UserError(
+                f"--teacher {self.teacher}: {self.run.maps} is for the maps of the run's own "
+                "teacher: name another store with --out, which 'gaupipe phase-b --maps' then reads"
+            )
+        for override in self.overrides:
+            name = override.partition("=")[0]
+            if self.teacher is None or not f"{name}.".startswith("phase_a.teacher_args."):
+                raise UserError(
+                    f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to "
+                    "the run; it is for another --teacher"
+                )
+        return self.run.settings()  # a folder that is no run is left alone
+
+    def load(self, settings: Settings, data: ImageData | None = None) -> TeacherJob[Any]:
+        """The finished teacher of the run, or the other one, on the run's data."""
+        job: TeacherJob[Any]
+        if self.teacher is None:
+            job = phase_a.load(self.run, data, download=self.download)
+        else:
+            tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
+            settings = settings.model_copy(update={"download": self.download})
+            images = data or self.run.load_data(settings)
+            args = tree["phase_a"]["teacher_args"]
+            job = other_teacher(settings, images, self.teacher, args, self.download)
+        if self.augment is not None:
+            job.settings = job.settings.model_copy(update={"augment": self.augment})
+        return job
+
+
+def run(
+    run_dir: Path,
+    kind: str | None = None,
+    *,
+    data: ImageData | None = None,
+    out: str | None = None,
+    teacher: str | None = None,
+    overrides: Sequence[str] = (),
+    download: bool = False,
+    augment: AugmentSettings | None = None,
+    **options: Any,
+) -> str | None:
+    """Writes the store of a run whose phase A has finished and returns its path or URL; None for
+    the teacher local, which has none.
+
+    data      the data set of the settings, where it has been read already
+    out       path or URL of the store; None is the run's own
+    teacher, overrides, download, augment
+              as in :class:`ExportRequest`
+    options   ``kind`` and the other fields of :class:`gaupipe.settings.ExportSettings`, None for
+              what the store that is there has, or else the settings say; and those of
+              :class:`Place`
+
+    An unfinished store of the same teacher is continued: its finished shards stay.
+    """
+    run = RunDirectory(run_dir)
+    request = ExportRequest(run, teacher, overrides, download, augment)
+    asked = {"kind": kind}
+    for name in ExportSettings.model_fields.keys() & options.keys():
+        asked[name] = options.pop(name)
+    place = Place(str(run.maps) if out is None else out, **options)
+    settings = request.check(out)
+    place.check()
+    if settings.phase_a.is_local and teacher is None:
+        say_nothing_to_export(settings, out)
+        return None
+    with run.locked(shared=place.part is not None):
+        return export(partial(request.load, settings, data), place, asked)
+
+
+def say_nothing_to_export(settings: Settings, out: str | None) -> None:
+    """Says that the teacher local has no store. Raises UserError for a place that is to get it."""
+    if out is not None:
+        raise UserError(
+            f"--out {out}: the maps of the teacher local are stored nowhere, phase B makes them: "
+            "leave it out"
+        )
+    if distributed.is_main():
+        maps = described(settings.phase_a)
+        print(
+            f"gaupipe: export: nothing to store: the teacher local has {maps}; "
+            "phase B makes its maps",
+            file=sys.stderr,
+        )
+
+
+def run_model(
+    model: str,
+    files: Sequence[Path],
+    out: str,
+    kind: str | None = None,
+    *,
+    encoding: str | None = None,
+    k: int | None = None,
+    image_size: int | None = None,
+    download: bool = False,
+    **how: Any,
+) -> str:
+    """Writes a store of a model's maps of image ``files``, class and register tokens included, and
+    returns its path or URL. No run is needed. ``image_size`` is as in
+    :func:`gaupipe.distillation.files.open_model`, the other arguments are those of :func:`run`;
+    ``how`` are those of :class:`Place`."""
+    place = Place(out, **how)
+
+    def load() -> TeacherJob[Any]:
+        place.check()
+        if kind is not None and kind in MAP_KINDS and not store.KINDS[kind].has_prefix:
+            raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
+        return open_model(model, files, download, image_size)[0]
+
+    return export(load, place, {"kind": kind, "encoding": encoding, "k": k})
+
+
+def export(load: Callable[[], TeacherJob[Any]], place: Place, options: dict[str, Any]) -> str:
+    """Writes the store of the teacher that ``load`` gives, and returns its URL."""
+    job = distributed.main_first(load)
+    if not isinstance(job, FilesJob):  # which has no students
+        say_what_students_lack(job)
+        probe_where_others_are_predicted(job)
+    asked = place.choose(job, options)  # before any rank has begun a store there
+    ranks.check_same(job.settings, job.data, job.named_sha256())
+    schema = make_schema(job, asked, job.sha256)
+    with contextlib.ExitStack() as held:
+        if distributed.is_main():
+            held.enter_context(place.held(job, schema))
+        # no rank goes on before all have listed what is pending, so they list the same shards
+        writer, pending = distributed.main_first(lambda: place.open(job, schema))
+        write(job, writer, pending, place.part, place.license)
+    return place.url
+
+
+def ensure(
+    run_dir: Path,
+    *,
+    out: str | None = None,
+    export: ExportSettings | None = None,
+    augment: AugmentSettings | None = None,
+    data: ImageData | None = None,
+) -> str:
+    """The store of a run: as it is if it is complete, else written; of the teacher local none.
+    ``export`` says what is stored; None leaves that to :func:`run`, as for ``augment``."""
+    directory = RunDirectory(run_dir)
+    url = out or str(directory.maps)
+    options = {} if export is None else export.model_dump(exclude_none=True)
+
+    def is_there() -> bool:
+        if directory.settings().phase_a.is_local:
+            return True
+        if not is_complete(url, directory.teacher_digest()):
+            return False
+        stored = stored_export(url)
+        for name, value in options.items():
+            if stored is not None and getattr(stored, name) != value:
+                raise UserError(
+                    f"{url} already holds a complete store with {name} {getattr(stored, name)}, "
+                    f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
+                )
+        return True
+
+    if not distributed.from_main(is_there):
+        run(run_dir, out=out, data=data, augment=augment, **options)
+    return url

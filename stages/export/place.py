@@ -1,0 +1,156 @@
+"""The place of a store that an export writes: what may be done there, and whether there is room."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import store
+from gaupipe.distillation.export import decoder, is_complete, stored_export
+from gaupipe.distillation.files import FilesJob
+from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.settings import ExportSettings
+from gaupipe.system import distributed
+from gaupipe.system.device import choose_precision
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import alone_in
+from gaupipe.teachers.vit import VitTeacher
+from stages.export.write import WRITERS
+from stages.runs.resources import check_disk, check_memory, make_plan
+
+MOST_SHARD_MB = 4000
+"""Each reader of a damaged shard, and ``verify``, holds one in memory."""
+MAP_BYTES = 8
+"""Of each number of a batch's maps: float32, and what is stored of it."""
+BUSY = "another process writes this store: wait for it to end, or choose another --out"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a store, a path or URL, and what may be done there."""
+
+    url: str
+    overwrite: bool = False
+    """Replace a complete store, which is refused otherwise."""
+    repair: bool = False
+    """Rewrite what :func:`store.verify` finds damaged, and nothing else; until that is finished no
+    reader opens the store."""
+    shard_mb: float = 32
+    """Size of a file, in 10^6 bytes before compression."""
+    force: bool = False
+    """Write a store that the disk does not seem to hold."""
+    part: tuple[int, int] | None = None
+    """(i, n) writes the shards of the i-th of n parts, counted from 1, and declares the store
+    complete if no shard is missing then."""
+    license: str | None = None
+    """Of the images, as the Hub names it (``cc-by-4.0``), for the store's card."""
+
+    def check(self) -> None:
+        """Raises UserError or StoreError for options that exclude each other, and for a place where
+        no store can be."""
+        if self.overwrite and self.repair:
+            raise UserError(
+                "--overwrite writes everything anew and --repair only what is damaged: choose one"
+            )
+        if self.license is not None and not re.fullmatch(r"[\w.-]+", self.license):
+            raise UserError(f"--license {self.license}: should be a name such as cc-by-4.0")
+        if self.part is not None:
+            number, parts = self.part
+            if not 1 <= number <= parts:
+                raise UserError(
+                    f"--part {number}/{parts}: should be from 1/{parts} to {parts}/{parts}"
+                )
+            if self.overwrite or self.repair:
+                option = "--overwrite" if self.overwrite else "--repair"
+                raise UserError(
+                    f"--part with {option}: each part would do away with what others have written: "
+                    "remove the store first, or leave --part out"
+                )
+        if self.url == "":
+            raise UserError("--out '': should be the path or URL of a store")
+        store.check_place(self.url)
+        if not 0 < self.shard_mb <= MOST_SHARD_MB:
+            raise UserError(f"--shard-mb {self.shard_mb:g}: should be at most {MOST_SHARD_MB}")
+
+    def check_resources(self, job: TeacherJob[Any], schema: store.Schema) -> None:
+        """Raises UserError for a store that the disk or the memory does not seem to hold."""
+        folder = store.local_folder(self.url)
+        if self.force or folder is None:
+            return
+        has_files = isinstance(job, FilesJob)
+        images = "--images" if has_files else "data.train_images"
+        shared = sum(array.nbytes for array in (decoder(job, schema.kind) or {}).values())
+        place = f"choose another --out or --kind, or fewer {images}"
+        parts = 1 if self.part is None else self.part[1]  # each writes its share
+        check_disk("export", schema.total_bytes // parts + shared, folder, place)
+        if has_files:
+            maps = schema.layers * schema.heads * schema.tokens**2
+            batch = min(job.settings.data.eval_batch_size, schema.num_images) * maps * MAP_BYTES
+            shard = max(int(self.shard_mb * 1e6), schema.bytes_per_image)
+            needed = batch + min((WRITERS + 2) * shard, 2 * schema.total_bytes)
+            check_memory("export", needed, "take a smaller --image-size or --model")
+        else:
+            world_size = distributed.world_size()
+            plan = make_plan(job.settings, job.teacher, job.data, world_size=world_size)
+            check_memory("export", plan.memory_bytes)
+
+    def choose(self, job: TeacherJob[Any], options: dict[str, Any]) -> ExportSettings:
+        """The kind of the store and its encoding, k and views."""
+        stored = None if self.overwrite else stored_export(self.url)
+        student = None
+        if not job.settings.phase_a.learns_gaussians:
+            student = job.student_shape
+        export = chosen(job.settings, stored, options, job.shape, student)
+        if isinstance(job.teacher, VitTeacher):
+            width = job.teacher.model.num_features
+            precision = choose_precision(export.precision or "auto", job.device, width)
+            export = export.model_copy(update={"precision": precision})
+        return export
+
+    @contextlib.contextmanager
+    def held(self, job: TeacherJob[Any], schema: store.Schema) -> Iterator[None]:
+        """Keeps other processes out of a folder while a store is written there. Raises UserError
+        where another one writes, or there is no room."""
+        self.check_resources(job, schema)
+        folder = store.local_folder(self.url)
+        if folder is not None and not self.repair:
+            with contextlib.suppress(OSError):  # the store says what is in its place
+                folder.mkdir(parents=True, exist_ok=True)
+        if folder is None or not folder.is_dir():
+            yield
+            return
+        with alone_in(folder, BUSY, shared=self.part is not None):
+            yield
+
+    def open(
+        self, job: TeacherJob[Any], schema: store.Schema
+    ) -> tuple[store.Writer, list[store.Shard]]:
+        """The writer of a rank, and the shards that are still to be written. The first rank makes
+        the store, or continues or repairs it."""
+        writer = self._open(job, schema)
+        return writer, writer.pending()
+
+    def _open(self, job: TeacherJob[Any], schema: store.Schema) -> store.Writer:
+        if not distributed.is_main():
+            return store.join(self.url)
+        shard_bytes = int(self.shard_mb * 1e6)
+        shared = decoder(job, schema.kind)
+        if self.repair:
+            return store.repair(self.url, schema, shard_bytes=shard_bytes, decoder=shared)
+        if not self.overwrite and self.part is None and is_complete(self.url):
+            raise UserError(
+                f"{self.url} already holds a complete store: --overwrite replaces it, --repair "
+                "rewrites what is damaged"
+            )
+        return store.create(
+            self.url,
+            schema,
+            overwrite=self.overwrite,
+            resume=not self.overwrite,
+            shard_bytes=shard_bytes,
+            decoder=shared,
+        )

@@ -1,0 +1,63 @@
+"""Locks by which one process, or one world of processes, at a time works in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def locked(
+    folder: Path, what: str, shared: bool = False, begin: Callable[[], T] | None = None
+) -> Iterator[T]:
+    """:func:`lock_of_process` of rank 0, for all ranks, which get what ``begin`` returns there once
+    it has the lock. They enter and leave together: no rank writes before rank 0 has the lock, or
+    goes on to read before rank 0 has written."""
+    with contextlib.ExitStack() as held:
+
+        def enter() -> Any:
+            held.enter_context(lock_of_process(folder, what, shared))
+            return begin() if begin is not None else None
+
+        yield distributed.from_main(enter)
+        distributed.from_main(lambda: None)
+
+
+@contextlib.contextmanager
+def lock_of_process(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
+    """Holds the file ``folder``/lock, which is made with the folder where it is missing; the
+    operating system lets go of it when the process ends, however it ends. The file's time is when
+    the folder was last worked on.
+
+    Raises UserError while another process holds it, unless both are ``shared``. ``what`` is the
+    folder's role in the message.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            process = file.read().strip()
+            raise UserError(
+                f"{folder}: another process{f' (pid {process})' if process else ''} is using "
+                f"this {what}: wait for it to end, or choose another folder"
+            ) from None
+        before = os.fstat(file.fileno())
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        except ValueError:  # a mistake was refused: nothing was worked on
+            os.utime(file.fileno(), ns=(before.st_atime_ns, before.st_mtime_ns))
+            raise
