@@ -79,19 +79,20 @@ def chosen(
         export = ExportSettings.model_validate({**export.model_dump(), **asked})
     except ValidationError as error:
         raise UserError(f"--{problem(error, ExportSettings)}") from None
+    if teacher and student and stored is None and not settings.phase_a.learns_gaussians:
+        export = export.model_copy(update=compared(export, settings.phase_b, teacher, student))
     name = export.kind or default_kind(settings, export.encoding)
     kind = store.KINDS[name]
-    changes: dict[str, Any] = {}
-    if teacher and student and stored is None and not settings.phase_a.learns_gaussians:
-        changes = compared(export, settings.phase_b, teacher, student)
-    k = export.k or kind.default_k
-    if export.k is None and k is not None and teacher is not None:
-        tokens = math.prod(changes.get("grid") or export.grid or teacher.grid)
-        if student is not None:  # nobody learns from the maps of a model on image files
-            k = min(max(k, -(-tokens // SHARE_OF_KEYS)), MOST_KEYS)
-        k = min(k, tokens)
+    k = export.k
+    if k is None and kind.default_k is not None:
+        k = kind.default_k
+        if teacher is not None:
+            tokens = math.prod(export.grid or teacher.grid)
+            if student is not None:  # nobody learns from the maps of a model on image files
+                k = min(max(k, -(-tokens // SHARE_OF_KEYS)), MOST_KEYS)
+            k = min(k, tokens)
     encoding = export.encoding or kind.default_encoding
-    return export.model_copy(update={"kind": name, "encoding": encoding, "k": k, **changes})
+    return export.model_copy(update={"kind": name, "encoding": encoding, "k": k})
 
 
 def compared(

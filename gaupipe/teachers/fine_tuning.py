@@ -23,9 +23,6 @@ from gaupipe.vit.convert import convert
 from gaupipe.vit.saving import WEIGHTS
 from gaupipe.vit.slicing import Sizes, slice_weights
 
-RIGHT = "a gauvit name, local-dir:FOLDER or a timm name with weights"
-REMEDY = f"model.name should be {RIGHT}"
-
 
 def fine_tunes(name: str) -> bool:
     """True if a student called so starts from trained weights: a folder's, or those of a ViT of
@@ -77,8 +74,7 @@ def with_weights(
     sizes.check(asked, "model.args")
 
     def with_trained(arguments: dict[str, Any]) -> VisionTransformer:
-        consent = settings.download, RIGHT, "--download", REMEDY
-        return checked(model.name, pretrained(model.name, arguments, *consent))
+        return checked(model.name, pretrained(model.name, arguments, settings.download))
 
     if not trained or device is not None:
         vit = untrained(model.name, arguments, device)
@@ -127,9 +123,9 @@ def untrained(name: str, arguments: dict[str, Any], device: str | None) -> Visio
     """A ViT without its trained weights. Raises UserError for a name without weights."""
     source = name
     if name.startswith(LOCAL):
-        source = f"{LOCAL}{folder_of(name, REMEDY)}"
+        source = f"{LOCAL}{folder_of(name)}"
     else:
-        published(name, RIGHT)
+        published(name)
     with torch.device(device or "cpu"):
         return checked(name, created(source, arguments))
 
@@ -145,6 +141,6 @@ def weights_sha256(name: str) -> dict[str, str]:
     """{"the weights in FOLDER": their digest} of a fine-tuning from a folder."""
     if not name.startswith(LOCAL):
         return {}
-    folder = folder_of(name, REMEDY)
+    folder = folder_of(name)
     files = [folder / file for file in WEIGHTS if (folder / file).is_file()]
     return {f"the weights in {folder}, sha256": digests.sha256(file) for file in files[:1]}

@@ -21,8 +21,7 @@ from gaupipe.vit.build import created
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
 HUB = "hf-hub:"
-MODEL_SOURCE = "a folder with config.json and model.safetensors, or a timm name with weights"
-RIGHT = "gaussian, vit, local-dir:FOLDER or a timm name with weights"
+REMEDY = "local-dir:FOLDER, a folder with config.json, or a timm name with weights is right"
 
 
 def load_vit(
@@ -31,7 +30,7 @@ def load_vit(
     arguments: dict[str, Any],
     *,
     download: bool = False,
-    remedy: str = f"it should be {RIGHT}",
+    remedy: str = REMEDY,
 ) -> VitTeacher:
     """The teacher that ``phase_a.teacher`` names, with its trained weights, on the CPU.
 
@@ -46,13 +45,13 @@ def load_vit(
     try:
         if not teacher.startswith((LOCAL, HUB)) and cached_weights(published(teacher)) is None:
             VitTeacher(created(teacher, arguments), data, teacher)  # or it need not be fetched
-        model = pretrained(teacher, arguments, download, remedy=remedy)
+        model = pretrained(teacher, arguments, download, remedy)
         return VitTeacher(model, data, teacher)
     except UserError as error:
         raise UserError(f"{SETTING}: {str(error).removeprefix(f'{SETTING}: ')}") from None
 
 
-def folder_of(name: str, remedy: str) -> Path:
+def folder_of(name: str, remedy: str = REMEDY) -> Path:
     """The folder that ``local-dir:FOLDER`` names. Raises UserError, ending in ``remedy``, where
     there is none."""
     folder = Path(name.removeprefix(LOCAL))
@@ -62,27 +61,22 @@ def folder_of(name: str, remedy: str) -> Path:
 
 
 def pretrained(
-    name: str,
-    arguments: dict[str, Any],
-    download: bool,
-    right: str = RIGHT,
-    consent: str = "download=true",
-    remedy: str = f"it should be {RIGHT}",
+    name: str, arguments: dict[str, Any], download: bool, remedy: str = REMEDY
 ) -> nn.Module:
     """A timm model with its weights from a folder, from this machine's cache, or with ``download``
     from the hub.
 
-    ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, which names a
-    ``right`` name, how to give the ``consent`` to a download, and the ``remedy`` for a folder.
+    ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, for a folder
+    ending in the ``remedy``.
     """
     if name.startswith(LOCAL):
         return load_folder(folder_of(name, remedy), remedy, arguments)
-    config = published(name, right)
+    config = published(name)
     file = cached_weights(config)
     if file is None and not download:
         raise UserError(
             f"the weights of {name} ({config.hf_hub_id or config.url}) are not on this machine: "
-            f"{consent} fetches them"
+            "--download fetches them"
         )
     cached = None
     if file is not None:
@@ -90,9 +84,9 @@ def pretrained(
     return created(name, arguments, pretrained=True, pretrained_cfg_overlay=cached)
 
 
-def published(name: str, right: str = RIGHT) -> Any:
-    """timm's configuration of trained weights. Raises UserError where timm knows none of this
-    name, and says what name would be ``right``. Of ``hf-hub:OWNER/MODEL`` the hub has the rest."""
+def published(name: str) -> Any:
+    """timm's configuration of trained weights. Raises UserError where timm knows none of this name.
+    Of ``hf-hub:OWNER/MODEL`` the hub has the rest."""
     if re.fullmatch(HUB + "[a-zA-Z0-9][\\w-]*/[a-zA-Z0-9][\\w.@-]*", name, re.ASCII):
         return PretrainedCfg(hf_hub_id=name.removeprefix(HUB))
     try:
@@ -101,7 +95,7 @@ def published(name: str, right: str = RIGHT) -> Any:
         config = None
     if config is None or not config.has_weights:
         near = difflib.get_close_matches(name, timm.list_pretrained(), cutoff=0)
-        raise UserError(f"timm has no weights {name!r}, but {', '.join(near)}; {right} is right")
+        raise UserError(f"timm has no weights {name!r}, but {', '.join(near)}; {REMEDY}")
     return config
 
 
@@ -124,5 +118,5 @@ def load_model(source: str, download: bool = False) -> nn.Module:
     if (folder / "student").is_dir():
         folder = folder / "student"
     if source.startswith(LOCAL) or folder.is_dir():
-        return load_folder(folder, f"give {MODEL_SOURCE}")
-    return pretrained(source, {}, download, MODEL_SOURCE, "--download").eval()
+        return load_folder(folder, REMEDY)
+    return pretrained(source, {}, download).eval()

@@ -174,9 +174,11 @@ class Epoch:
         progress.advance(images * distributed.world_size())
         if steps.every and update.batch % steps.every == 0:
             steps.write(self.number)
-        # after the last batch: an evaluation may be long, too
-        last = self.batches == update.steps and update.state.epoch is not None
-        if update.stepped and (update.pauses.due or last):
+        # an epoch with a checkpoint in it has another at its end, before an evaluation that may be
+        # as long
+        is_last = self.batches == update.steps
+        ends_long_epoch = is_last and update.state.epoch is not None
+        if update.stepped and (update.pauses.due or ends_long_epoch):
             self._save()
         self._seed()
 

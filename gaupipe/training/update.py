@@ -73,21 +73,25 @@ class Update:
         step = self.batch % self.steps + 1
         return step % self.state.optim.accumulate == 0 or step == self.steps
 
+    def _batches_of_step(self) -> int:
+        """The batches whose gradients the next step adds up; the last of an epoch may have fewer
+        than ``accumulate``."""
+        accumulate = self.state.optim.accumulate
+        first = self.batch % self.steps // accumulate * accumulate
+        return min(accumulate, self.steps - first)
+
     def __call__(self, loss: Tensor, weight: float = 1.0) -> float:
         """The backward pass of one batch's loss, the mean over its images on this rank, of that
         :attr:`~gaupipe.data.batches.Batch.weight`. Returns the number by which the loss was
         multiplied before it went back. Raises UserError as :meth:`check`."""
         state = self.state
-        accumulate = state.optim.accumulate
-        step = self.batch % self.steps
         state.schedule.step_update(self.batch)
         if weight != 1.0:
             loss = loss * weight
         self.unchecked.append((loss.detach(), state.lr))
-        # the last steps of an epoch may be fewer than the others accumulate
-        group = min(accumulate, self.steps - step // accumulate * accumulate)
-        scale = state.scaler.get_scale() * weight / group  # before a step changes the scaler's
-        state.scaler.scale(loss / group).backward()
+        added_up = self._batches_of_step()
+        scale = state.scaler.get_scale() * weight / added_up  # before a step changes the scaler's
+        state.scaler.scale(loss / added_up).backward()
         self.stepped = self._steps_now()
         if self.stepped:
             self._step()

@@ -16,6 +16,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.vit import VitTeacher
 from stages.phase_a import local, trained_vit
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
@@ -57,12 +58,13 @@ def run(
         return check(request, images, run, students, force)
 
     job = ranks.resolve(resolve, run.path)
-    if isinstance(job, local.LocalJob):
-        return local.run(job, run, resume)
-    if isinstance(job, TeacherTraining):
-        return trained_vit.run(job, run, resume)
-    if not job.settings.phase_a.learns_gaussians:
-        return trained_vit.adopt(job, run, resume)
+    match job:
+        case local.LocalJob():
+            return local.run(job, run, resume)
+        case TeacherTraining():
+            return trained_vit.run(job, run, resume)
+        case TeacherJob(teacher=VitTeacher()):
+            return trained_vit.adopt(job, run, resume)
     state = training_state(job)
     with opened_teacher(run, job.settings, job.data, resume, state) as finished:
         train(job, state, run.phase_a)
