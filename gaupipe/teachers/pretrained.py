@@ -30,7 +30,7 @@ def load_vit(
     arguments: dict[str, Any],
     *,
     download: bool = False,
-    remedy: str = REMEDY,
+    remedy: str = f"gaussian, vit, {REMEDY}",
 ) -> VitTeacher:
     """The teacher that ``phase_a.teacher`` names, with its trained weights, on the CPU.
 
@@ -43,7 +43,10 @@ def load_vit(
     Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
     """
     try:
-        if not teacher.startswith((LOCAL, HUB)) and cached_weights(published(teacher)) is None:
+        if (
+            not teacher.startswith((LOCAL, HUB))
+            and cached_weights(published(teacher, remedy)) is None
+        ):
             VitTeacher(created(teacher, arguments), data, teacher)  # or it need not be fetched
         model = pretrained(teacher, arguments, download, remedy)
         return VitTeacher(model, data, teacher)
@@ -66,12 +69,12 @@ def pretrained(
     """A timm model with its weights from a folder, from this machine's cache, or with ``download``
     from the hub.
 
-    ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, for a folder
-    ending in the ``remedy``.
+    ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, ending in
+    ``remedy`` where there is no such folder or name.
     """
     if name.startswith(LOCAL):
         return load_folder(folder_of(name, remedy), remedy, arguments)
-    config = published(name)
+    config = published(name, remedy)
     file = cached_weights(config)
     if file is None and not download:
         raise UserError(
@@ -84,9 +87,9 @@ def pretrained(
     return created(name, arguments, pretrained=True, pretrained_cfg_overlay=cached)
 
 
-def published(name: str) -> Any:
-    """timm's configuration of trained weights. Raises UserError where timm knows none of this name.
-    Of ``hf-hub:OWNER/MODEL`` the hub has the rest."""
+def published(name: str, remedy: str = REMEDY) -> Any:
+    """timm's configuration of trained weights. Raises UserError, ending in ``remedy``, where timm
+    knows none of this name. Of ``hf-hub:OWNER/MODEL`` the hub has the rest."""
     if re.fullmatch(HUB + "[a-zA-Z0-9][\\w-]*/[a-zA-Z0-9][\\w.@-]*", name, re.ASCII):
         return PretrainedCfg(hf_hub_id=name.removeprefix(HUB))
     try:
@@ -95,7 +98,7 @@ def published(name: str) -> Any:
         config = None
     if config is None or not config.has_weights:
         near = difflib.get_close_matches(name, timm.list_pretrained(), cutoff=0)
-        raise UserError(f"timm has no weights {name!r}, but {', '.join(near)}; {REMEDY}")
+        raise UserError(f"timm has no weights {name!r}, but {', '.join(near)}; {remedy}")
     return config
 
 
