@@ -37,9 +37,6 @@ FORMAT_VERSION = 6
 """The only version that is written and read."""
 ROOT = "zarr.json"
 SHARD_BYTES = 32 * 2**20
-LARGEST_SHARD = 2**32
-"""Bytes of a shard before compression, or of the decoder, that anybody is asked to hold in
-memory."""
 COLUMN_BYTES = 256
 """An array with fewer bytes an image is compressed by whole shards; readers hold it in memory."""
 
@@ -116,7 +113,7 @@ class Layout:
     @classmethod
     def from_root_file(cls, data: bytes | None, manifest: Manifest | None, url: str) -> Layout:
         """Reads zarr.json. Raises UnfinishedStore when it is not there, StoreError when it is
-        not ours, and DamagedStore when it is not what the manifest says or contradicts itself.
+        not ours, and DamagedStore when it is not what the manifest says.
         ``manifest`` is None in a store that is just being created."""
         if data is None:
             raise UnfinishedStore(
@@ -145,32 +142,11 @@ class Layout:
                 f"{url}: format version {str(version)[:20]}, this gaupipe reads {FORMAT_VERSION} "
                 "alone; write the store anew with gaupipe export-maps --overwrite"
             )
-        try:
-            layout = cls._from_attributes(attributes, nodes)
-        except StoreError as error:
-            raise damaged(url, f"{ROOT} contradicts itself: {error}") from None
+        schema = Schema.from_attributes(attributes)
+        layout = cls(schema, attributes["images_per_shard"], attributes["complete"], nodes)
         if layout.complete and manifest is None:
             raise damaged(url, f"{MANIFEST} is missing")
         return layout
-
-    @classmethod
-    def _from_attributes(cls, attributes: dict[str, Any], nodes: dict[str, Any]) -> Layout:
-        """Raises StoreError for attributes that no writer of ours writes."""
-        schema = Schema.from_attributes(attributes)
-        per_shard = attributes.get("images_per_shard")
-        complete = attributes.get("complete")
-        if (
-            type(per_shard) is not int
-            or not 1 <= per_shard <= schema.num_images
-            or (per_shard > 1 and per_shard * schema.bytes_per_image > LARGEST_SHARD)
-        ):
-            raise StoreError(
-                f"images_per_shard is {per_shard!r}; it must be from 1 to {schema.num_images}, and "
-                f"a shard of at most {LARGEST_SHARD} bytes"
-            )
-        if type(complete) is not bool:
-            raise StoreError(f"complete is {complete!r}; it must be true or false")
-        return cls(schema, per_shard, complete, nodes)
 
 
 def open_layout(files: Files) -> tuple[Layout, Manifest]:
@@ -199,8 +175,6 @@ def plan(
     """The layout of a new store; by name, every file of it that does not depend on the images,
     without the root's; and its manifest before a shard is written. ``per_shard`` images go into a
     shard, or as many as ``shard_bytes`` hold."""
-    if shard_bytes > LARGEST_SHARD:
-        raise StoreError(f"a shard is too large; at most {LARGEST_SHARD} bytes are possible")
     fitting = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
     layout = Layout(schema, per_shard or fitting)
     files = metadata_files(layout, decoder or {})

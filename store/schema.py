@@ -22,8 +22,6 @@ from store.kinds import KINDS, ArraySpec, Kind, Sizes
 ENCODINGS = ("float16", "uint8")
 LARGEST = 2**31 - 1
 """The largest size, of images, tokens or anything else, that a store may have."""
-LARGEST_IMAGE = 2**32
-"""Bytes of one image's numbers before compression that anybody is asked to hold in memory."""
 TEXTS = ("kind", "encoding", "dataset", "dataset_sha256", "teacher_sha256", "parametrisation")
 SIZES = ("num_images", "layers", "heads", "num_classes", "views")
 
@@ -98,11 +96,6 @@ class Schema(Sizes):
         self._check("num_images", multiple, f"it must be a multiple of the {self.views} views")
         if self.encoding == "uint8" and not any(map(self.has_codes, self.arrays())):
             raise StoreError(f"a store of kind {self.kind!r} takes the encoding 'float16' alone")
-        if self.bytes_per_image > LARGEST_IMAGE:
-            raise StoreError(
-                f"an image takes {self.bytes_per_image} bytes by the store's schema; "
-                f"at most {LARGEST_IMAGE} are possible: check grid, layers, heads and num_classes"
-            )
 
     @property
     def kind_class(self) -> Kind:

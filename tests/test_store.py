@@ -178,7 +178,6 @@ def test_uint8_codes_are_read_as_documented(tmp_path):
         (dict(kind="maps"), "choose one of gaussian, embedding, prior, dense, topk"),
         (dict(heads=True), "heads is True"),
         (dict(grid=(3,)), "grid"),
-        (dict(grid=(10**5, 10**5)), "an image takes"),
         (dict(kind="embedding"), "embedding_dim is None"),
         (dict(embedding_dim=8), "embedding_dim is 8"),
         (dict(encoding="int4"), "choose one of float16, uint8"),
