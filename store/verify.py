@@ -111,7 +111,6 @@ def repair(
     *,
     shard_bytes: int = SHARD_BYTES,
     decoder: Mapping[str, np.ndarray] | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Writer:
     """Rewrites a store's metadata and makes the shards pending that the manifest refuses; the
     others are kept. Without a readable manifest all shards are pending.
@@ -149,7 +148,7 @@ def repair(
     files.write(ROOT, layout.root_file())
     files.write_all(metadata)
     writer = Writer(files, layout, manifest)
-    problems = check_shards(files, layout, shards, progress)
+    problems = check_shards(files, layout, shards)
     writer.reopen(problem.shard for problem in problems if problem.shard is not None)
     return writer
 

@@ -42,10 +42,8 @@ def build_student(
     return student
 
 
-def check_baseline(settings: Settings, data: ImageData, trained: bool = False) -> None:
-    """Raises UserError for what training on the labels alone could not do. ``trained`` weights of
-    a fine-tuning are then on this machine."""
-    device = None if trained and fine_tunes(settings.model.name) else "meta"
+def check_baseline(settings: Settings, data: ImageData) -> None:
+    """Raises UserError for what training on the labels alone could not do."""
     train = settings.baseline_training
-    student = build_student(settings, data, train, device)
+    student = build_student(settings, data, train, "meta")
     build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
