@@ -29,6 +29,7 @@ from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.job import Training
 from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.scores import classification_metrics
 from stages import evaluate, export, phase_a, phase_b
 from stages.cli import train as command_line
 from stages.publish import export_student
@@ -367,7 +368,9 @@ def test_calibration_error_by_hand():
     sure, unsure = torch.log(torch.tensor([0.8, 0.2])), torch.log(torch.tensor([0.6, 0.4]))
     logits = torch.stack([sure] * 10 + [unsure] * 10)
     labels = torch.tensor([0] * 6 + [1] * 4 + [0] * 10)
-    assert evaluate.metrics(logits, labels)["calibration_error"] == pytest.approx(0.3, abs=1e-6)
+    assert classification_metrics(logits, labels)["calibration_error"] == pytest.approx(
+        0.3, abs=1e-6
+    )
 
 
 def test_plain_training_refuses_a_setting_of_distillation(run_dir):

@@ -21,7 +21,7 @@ from gaupipe.distillation.kinds import MAP_KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import Decoder
-from stages import evaluate
+from gaupipe.training.scores import predictions
 from stages.look import inspect
 from stages.look.image_maps import StoredMaps, images_of
 from stages.run import run as run_all
@@ -353,7 +353,7 @@ def test_a_run_without_a_store_shows_its_students(browser, run, tmp_path, scheme
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("maps.zarr"))
     viewer = open_viewer(None, tmp_path / "run")
     live = viewer.model("standard")
-    logits, labels = evaluate.predictions(
+    logits, labels = predictions(
         live.model, live.data.val, live.data, config.load("digits_expected")
     )
     wrong = np.flatnonzero(logits.argmax(-1) != labels)

@@ -1,17 +1,37 @@
-"""Accuracy and cross-entropy of a split over all ranks."""
+"""How good predictions are, over all ranks.
+
+Axis letters: N images, C classes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, Split
+from gaupipe.settings import Settings
 from gaupipe.system import distributed
+from gaupipe.system.device import select_device
+
+
+class Metrics(TypedDict):
+    """How good predictions are."""
+
+    top1: float
+    top1_interval: tuple[float, float]
+    top5: NotRequired[float]
+    """Of more than ten classes."""
+    loss: float
+    """Cross-entropy."""
+    calibration_error: float
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,52 @@ def score_model(model: nn.Module, batches: Batches) -> Score:
     model.eval()
     with torch.inference_mode():
         return score((model(batch.images), batch.labels) for batch in batches.rank_batches())
+
+
+@torch.inference_mode()
+def predictions(
+    model: nn.Module, images: Split, data: ImageData, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. The device
+    is that of the settings. Ranks share the work, and every one gets all of it."""
+    device = select_device(settings.device, settings.threads)
+    model = model.to(device)
+    sizes = settings.data
+    world = distributed.world_size()
+    batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
+    mine = [
+        (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
+        for batch in batches.rank_batches()
+    ]
+    parts = chain.from_iterable(distributed.all_gather_object(mine))
+    ids, logits, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    order = ids.argsort()  # the ranks took the batches in turn
+    return logits[order], labels[order]
+
+
+def classification_metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> Metrics:
+    """top1 and its 95 % interval, top5 (of more than ten classes), loss (cross-entropy) and
+    calibration_error of logits [N, C] for labels [N].
+
+    The calibration error is the expected one: over ``bins`` equal intervals of confidence, the mean
+    distance of accuracy from confidence, weighted by the images in the bin.
+    """
+    best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
+    right = best[:, 0]
+    confidence = logits.softmax(-1).amax(-1)
+    which = (confidence * bins).ceil().long().clamp(1, bins)
+    # the mean of a bin times its share of the images is the bin's sum over their number
+    gaps = torch.zeros(bins + 1).double().index_add(0, which, right.double() - confidence.double())
+    top1 = right.double().mean().item()
+    scores: Metrics = {
+        "top1": top1,
+        "top1_interval": wilson_interval(top1, len(labels)),
+        "loss": cross_entropy(logits, labels, reduction="sum").item() / len(labels),
+        "calibration_error": gaps.abs().sum().item() / len(labels),
+    }
+    if logits.shape[-1] > 10:
+        scores["top5"] = best.any(-1).double().mean().item()
+    return scores
 
 
 def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:

@@ -27,7 +27,8 @@ from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochMetrics, epochs_in, total_seconds
-from stages import evaluate, export, phase_a, phase_b
+from gaupipe.training.scores import Metrics, classification_metrics, predictions
+from stages import export, phase_a, phase_b
 from stages.begin import import_file
 from stages.compare import costs
 from stages.compare.trainings import (
@@ -197,9 +198,9 @@ def _logged(log: Path) -> Iterator[None]:
         yield
 
 
-def score_test_split(training: RowTraining) -> evaluate.Metrics:
+def score_test_split(training: RowTraining) -> Metrics:
     """Scores a finished student on the test split."""
     data = load_data(training.settings.data)
     student = timm.create_model(f"local-dir:{training.folder / 'student'}", pretrained=True).eval()
     assert data.test is not None  # a comparison asks for it before it trains
-    return evaluate.metrics(*evaluate.predictions(student, data.test, data, training.settings))
+    return classification_metrics(*predictions(student, data.test, data, training.settings))

@@ -5,15 +5,13 @@ Axis letters: N images, C classes.
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 import store
 from gaupipe.data.augment import Augment
@@ -26,10 +24,9 @@ from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
-from gaupipe.training.scores import wilson_interval
+from gaupipe.training.scores import Metrics, classification_metrics, predictions
 from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import class_names, saved_sha256
 from stages import phase_a, predict
@@ -37,18 +34,6 @@ from stages.evaluate import confusion as figure
 from stages.evaluate.by_class import ByClass, by_class, labelled
 from stages.runs import kept_epochs, ranks
 from stages.runs.trained import TrainedStudent, check_data, load_student, open_maps
-
-
-class Metrics(TypedDict):
-    """How good predictions are."""
-
-    top1: float
-    top1_interval: tuple[float, float]
-    top5: NotRequired[float]
-    """Of more than ten classes."""
-    loss: float
-    """Cross-entropy."""
-    calibration_error: float
 
 
 class BesideTeacher(TypedDict, total=False):
@@ -143,7 +128,7 @@ def run(
         "split": split if folder is None else str(folder),
         "images": len(images),
         "epoch": kept_epochs.entry(student.folder)["epoch"],
-        **metrics(logits, labels),
+        **classification_metrics(logits, labels),
         **teacher,
         **agreement,
         **by_class(rows, names),
@@ -217,59 +202,13 @@ def beside_teacher(
     """Top-1 accuracy and cross-entropy of a teacher on the split, and the share of images whose
     class it predicts as ``logits`` [N, C] do."""
     teacher_logits, labels = predictions(job.teacher, images, data, job.settings)
-    scores = metrics(teacher_logits, labels)
+    scores = classification_metrics(teacher_logits, labels)
     same = teacher_logits.argmax(-1) == logits.argmax(-1)
     return {
         "teacher_top1": scores["top1"],
         "teacher_loss": scores["loss"],
         "same_class_as_teacher": same.float().mean().item(),
     }
-
-
-@torch.inference_mode()
-def predictions(
-    model: nn.Module, images: Split, data: ImageData, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. The device
-    is that of the settings. Ranks share the work, and every one gets all of it."""
-    device = select_device(settings.device, settings.threads)
-    model = model.to(device)
-    sizes = settings.data
-    world = distributed.world_size()
-    batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
-    mine = [
-        (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
-        for batch in batches.rank_batches()
-    ]
-    parts = chain.from_iterable(distributed.all_gather_object(mine))
-    ids, logits, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    order = ids.argsort()  # the ranks took the batches in turn
-    return logits[order], labels[order]
-
-
-def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> Metrics:
-    """top1 and its 95 % interval, top5 (of more than ten classes), loss (cross-entropy) and
-    calibration_error of logits [N, C] for labels [N].
-
-    The calibration error is the expected one: over ``bins`` equal intervals of confidence, the mean
-    distance of accuracy from confidence, weighted by the images in the bin.
-    """
-    best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
-    right = best[:, 0]
-    confidence = logits.softmax(-1).amax(-1)
-    which = (confidence * bins).ceil().long().clamp(1, bins)
-    # the mean of a bin times its share of the images is the bin's sum over their number
-    gaps = torch.zeros(bins + 1).double().index_add(0, which, right.double() - confidence.double())
-    top1 = right.double().mean().item()
-    scores: Metrics = {
-        "top1": top1,
-        "top1_interval": wilson_interval(top1, len(labels)),
-        "loss": cross_entropy(logits, labels, reduction="sum").item() / len(labels),
-        "calibration_error": gaps.abs().sum().item() / len(labels),
-    }
-    if logits.shape[-1] > 10:
-        scores["top5"] = best.any(-1).double().mean().item()
-    return scores
 
 
 @torch.inference_mode()

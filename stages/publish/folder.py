@@ -15,8 +15,8 @@ from gaupipe.settings.load import dump
 from gaupipe.settings.sections import LOCAL, Section
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
+from gaupipe.training.scores import classification_metrics, predictions
 from gaupipe.vit.saving import STUDENT_FILES
-from stages.evaluate import metrics, predictions
 from stages.publish import model_card
 from stages.runs.directory import STUDENT_NAME
 from stages.runs.trained import TrainedStudent, check_data, load_student, stores_of
@@ -47,7 +47,7 @@ def run(
     scores = {
         split: {
             "images": len(images),
-            **metrics(*predictions(student.model, images, data, student.settings)),
+            **classification_metrics(*predictions(student.model, images, data, student.settings)),
         }
         for split, images in splits.items()
         if images is not None

@@ -34,8 +34,8 @@ def write(
 ) -> str:
     """The text of README.md. What a run cannot know is left to its reader, in marked places.
 
-    ``scores`` are those of :func:`stages.evaluate.metrics` by split; ``settings`` those that are
-    published; ``title`` is the name of the model.
+    ``scores`` has by split what :func:`gaupipe.training.scores.classification_metrics` returns;
+    ``settings`` are those that are published, ``title`` is the name of the model.
     """
     split = "test" if "test" in scores else "validation"
     result = EvalResult(
