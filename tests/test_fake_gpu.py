@@ -116,4 +116,6 @@ def test_a_step_of_a_teacher_and_its_export(teacher_job, gpu):
     check_device(TeacherLoss(job)(batch, parameters, noise), logits)
     for name, kind in MAP_KINDS.items():
         if kind.refusal(job.teacher, job.per_image is not None) is None:
-            check_device(*kind.arrays(attention, 4 if name == "topk" else None).values())
+            check_device(
+                *kind.arrays(attention, 4 if name == "topk" else None, torch.float32).values()
+            )

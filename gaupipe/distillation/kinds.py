@@ -23,6 +23,8 @@ from gaupipe.teachers.gaussian import Decoder, GaussianMaps, Teacher
 from gaupipe.teachers.vit import VitMaps
 
 Grid = tuple[int, int]
+Arrays = dict[str, Tensor]
+"""Arrays [B, ...] by name, before they are stored."""
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
 
@@ -104,9 +106,7 @@ class MapKind:
         per-image parameters; None if it can."""
         return None
 
-    def arrays(
-        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
+    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
         """The arrays of a batch by name, maps in ``dtype``."""
         raise NotImplementedError
 
@@ -130,9 +130,7 @@ class GaussianKind(MapKind):
             return None
         return "a trained ViT has no Gaussians; choose topk or dense"
 
-    def arrays(
-        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
+    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
         assert isinstance(attention, GaussianMaps)
         return {"gaussians": attention.gaussians}
 
@@ -167,9 +165,7 @@ class EmbeddingKind(GaussianKind):
             )
         return super().refusal(teacher, per_image)
 
-    def arrays(
-        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
+    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
         assert isinstance(attention, GaussianMaps) and attention.parameters is not None
         return {"embeddings": attention.parameters}
 
@@ -207,9 +203,7 @@ class PriorKind(GaussianKind):
             )
         return super().refusal(teacher, per_image)
 
-    def arrays(
-        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
+    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
         return {}
 
     def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
@@ -226,9 +220,7 @@ class DenseKind(MapKind):
 
     name = "dense"
 
-    def arrays(
-        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
+    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
         return {"maps": attention.maps(dtype)}
 
     def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:
@@ -252,9 +244,7 @@ class TopKKind(DenseKind):
 
     name = "topk"
 
-    def arrays(
-        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
+    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
         assert k is not None
         keys, weights = top_k(attention.maps(), k)
         return {"keys": keys, "weights": weights}
