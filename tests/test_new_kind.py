@@ -41,7 +41,7 @@ class HeadMean(store.Kind):
 class HeadMeanKind(kinds.MapKind):
     name = "headmean"
 
-    def arrays(self, attention, k, dtype=torch.float32):
+    def arrays(self, attention, k, dtype):
         return {"means": attention.maps(dtype).mean(2)}
 
     def reader(self, maps, device):

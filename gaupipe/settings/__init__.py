@@ -165,7 +165,7 @@ class DataSettings(Section):
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of the training images held out, class by class, for validation (``digits`` always
     holds out 20 %)."""
-    image_size: Positive | None = None
+    image_size: Size | None = None
     """Height and width of the images that the model gets, in pixels: a multiple of the patch size.
     Null keeps the size of images held in memory. Images in files then get 224 pixels. A ViT that
     is fine-tuned gets the size that its weights expect."""
