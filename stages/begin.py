@@ -10,13 +10,9 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from gaupipe.settings.sections import HFDS, LOCAL, STREAMS
-from gaupipe.system import distributed
 from gaupipe.system.errors import UserError, one_line
-from gaupipe.system.files import check_file
-from stages.runs.directory import RunDirectory
 
 WAITS = "gaupipe: imports torch, which takes some seconds"
 
@@ -54,52 +50,34 @@ def import_file(path: Path) -> None:
             raise UserError(f"--import {path}: {one_line(error)}") from error
 
 
-def check_paths(
-    *,
-    run_dir: Path | None = None,
-    new_run: Path | None = None,
-    maps: str | None = None,
-    data: Path | None = None,
-    images: Iterable[Path] | None = None,
-    model: str | None = None,
-    files: Iterable[tuple[Any, ...]] = (),
-) -> None:
-    """Raises UserError or StoreError for the first path that a command cannot use.
-
-    run_dir  the folder of a run
-    new_run  the folder of a run, or nothing
-    maps     path or URL of a store; an object store is not asked
-    data     a folder of images
-    images   files and folders
-    model    ``local-dir:FOLDER``; any other name may be one of timm's
-    files    of files to be written the arguments of :func:`check_file`; the path may be None
-
-    In a world of several processes nothing is checked: torch has been imported by then, and one
-    process speaks for all.
-    """
-    if distributed.launch().world_size > 1:
-        return
-    if run_dir is not None:
-        RunDirectory(run_dir).settings()
-    if new_run is not None:
-        RunDirectory(new_run).check_place()
-    if maps is not None and not (Path(maps) / "zarr.json").is_file():
+def check_maps(url: str) -> None:
+    """Raises StoreError for a folder without a store; an object store is not asked."""
+    if not (Path(url) / "zarr.json").is_file():
         import store  # with zarr and tensorstore, half a second
 
-        store.check_exists(maps)
-    named = str(data).startswith((HFDS, *STREAMS))
-    if data is not None and not data.exists() and not named:
+        store.check_exists(url)
+
+
+def check_data(data: Path) -> None:
+    """Raises UserError unless --data names a folder that is there, or hfds/NAME."""
+    if not data.exists() and not str(data).startswith((HFDS, *STREAMS)):
         raise UserError(f"--data {data}: no such folder; {remedy(data)}")
-    for path in images or ():
+
+
+def check_images(paths: Iterable[Path]) -> None:
+    """Raises UserError for the first of some files and folders that is not there."""
+    for path in paths:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; give images, or folders of images")
-    if model is not None and model.startswith(LOCAL):
-        folder = Path(model.removeprefix(LOCAL)).expanduser()
+
+
+def check_model(name: str | None) -> None:
+    """Raises UserError for ``local-dir:FOLDER`` without the folder; any other name may be one of
+    timm's."""
+    if name is not None and name.startswith(LOCAL):
+        folder = Path(name.removeprefix(LOCAL)).expanduser()
         if not folder.is_dir():
-            raise UserError(f"{model}: there is no folder {folder}")
-    for option, path, *suffixes in files:
-        if path is not None:
-            check_file(option, path, *suffixes)
+            raise UserError(f"{name}: there is no folder {folder}")
 
 
 def remedy(folder: Path) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from gaupipe.system.errors import UserError
-from stages.begin import check_paths
+from gaupipe.system.files import check_file
+from stages.begin import check_images, check_maps, check_model
 from stages.cli.app import command
 from stages.cli.hints import begins
 from stages.cli.options import (
@@ -63,12 +64,14 @@ def predict(
         source = None
     if not paths:
         raise UserError("predict: name images, or folders of images: 'gaupipe predict photo.jpg'")
-    check_paths(images=paths, files=[("--out", out)])
+    check_images(paths)
+    if out is not None:
+        check_file("--out", out)
     if source is None:
         source = trained_last(find_run(None, "a run before the images names another"))
     elif is_run(Path(source)):
         source = trained_last(Path(source))
-    check_paths(images=paths, model=source, files=[("--out", out)])
+    check_model(source)
     with begins(f"predict: {source}"):
         from stages import predict as stage
 
@@ -139,7 +142,10 @@ def inspect(
     run_dir = find_run(run_dir) if maps is None else run_dir
     if maps is None and student is None and run_dir is not None:
         maps = stored_maps(run_dir)
-    check_paths(maps=maps, files=[("--png", png, ".png")] if image is not None else [])
+    if maps is not None:
+        check_maps(maps)
+    if image is not None and png is not None:
+        check_file("--png", png, ".png")
     with begins(f"inspect: {maps or run_dir}"):
         from stages.look import inspect as stage
 
@@ -203,8 +209,12 @@ def view(
         if random_weights:
             raise UserError("--random-weights: belongs to --model NAME")
         run_dir = find_run(run_dir) if maps is None else run_dir
-    pages = [("--html", html, ".html", ".htm")]
-    check_paths(maps=maps, images=files, model=model, files=pages)
+    if maps is not None:
+        check_maps(maps)
+    check_images(files or ())
+    check_model(model)
+    if html is not None:
+        check_file("--html", html, ".html", ".htm")
     with begins(f"view: {model or maps or run_dir}"):
         from stages import view as stage
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import from_here
-from stages.begin import check_paths
+from gaupipe.system.files import check_file, from_here
+from stages.begin import check_data, check_maps
 from stages.cli.app import command
 from stages.cli.hints import begins, say_next, starts
 from stages.cli.options import (
@@ -30,6 +30,7 @@ from stages.cli.options import (
 )
 from stages.cli.output import print_rich, report, show
 from stages.cli.request import find_run, parse_list, read_settings, stored_maps, student_folder
+from stages.runs.directory import RunDirectory
 
 
 @command("Measure")
@@ -57,7 +58,12 @@ def evaluate(
     if test and data is not None:
         raise UserError(f"--test and --data {data}: choose one")
     run_dir = find_run(run_dir)
-    check_paths(data=data, files=[("--out", out), ("--confusion", confusion, ".png")])
+    if data is not None:
+        check_data(data)
+    if out is not None:
+        check_file("--out", out)
+    if confusion is not None:
+        check_file("--confusion", confusion, ".png")
     with begins(f"evaluate: {student or 'the student trained last'} of {run_dir}"):
         from stages import evaluate as stage
         from stages.evaluate.by_class import summary, tables
@@ -170,7 +176,9 @@ def verify(
     if maps is None:
         run_dir = find_run(run_dir)
         maps = stored_maps(run_dir)
-    check_paths(maps=maps, run_dir=run_dir if teacher else None)
+    check_maps(maps)
+    if teacher and run_dir is not None:
+        RunDirectory(run_dir).settings()  # refuses a folder that is no run
     with begins(f"verify: {maps}"):
         from stages import verify as stage
 

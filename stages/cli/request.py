@@ -16,33 +16,28 @@ from gaupipe.settings.sections import LOCAL
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.terminal import fitted
-from stages.begin import check_paths
+from stages.begin import check_data, check_model
 from stages.cli.hints import begins, say
+from stages.runs.directory import RunDirectory, last_used
 
 
 def find_run(run_dir: Path | None, how: str = "--run-dir names another") -> Path:
     """The folder of the run that a command continues: the one named, else the one used last,
     which is then said, with how to name another."""
     if run_dir is None:
-        from stages.runs.directory import last_used
-
         run_dir = last_used().path
         say(f"{run_dir} (the run used last; {how})")
-    check_paths(run_dir=run_dir)
+    RunDirectory(run_dir).settings()  # refuses a folder that is no run
     return run_dir
 
 
 def stored_maps(run_dir: Path) -> str:
     """The store of a run. Raises UserError for one whose teacher has none."""
-    from stages.runs.directory import RunDirectory
-
     return str(RunDirectory(run_dir).stored())
 
 
 def student_folder(run_dir: Path, name: str, plain: bool) -> Path:
     """The folder of a student; of two with one name that of phase B, unless ``plain``."""
-    from stages.runs.directory import RunDirectory
-
     run = RunDirectory(run_dir)
     return run.student(name, not plain and run.is_distilled(name))
 
@@ -66,8 +61,6 @@ def names_classifier(source: str, before_images: bool) -> bool:
 
 def trained_last(run_dir: Path) -> str:
     """The folder of the student that a run trained last."""
-    from stages.runs.directory import RunDirectory
-
     run = RunDirectory(run_dir)
     distilled = run.is_distilled()
     names = run.students(distilled)
@@ -89,7 +82,7 @@ def with_model(
     overrides: list[str] | None, setting: str, name: str | None, download: bool
 ) -> list[str]:
     """An option that names a model and --download as settings."""
-    check_paths(model=name)
+    check_model(name)
     named = [] if name is None else [f"{setting}={json.dumps(name)}"]
     return [*(overrides or []), *named, *(["download=true"] if download else [])]
 
@@ -166,7 +159,7 @@ def read_settings(
                 f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
                 f"it and name the folder with --set data.name=folder --set data.root={data}"
             )
-        check_paths(data=data)
+        check_data(data)
         name = os.path.basename(os.path.abspath(data)).removesuffix(".tar")
         folder = run_dir or Path("runs") / (name or "images")
         what = f"the images in {data}"

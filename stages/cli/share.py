@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from stages.begin import check_paths
+from gaupipe.system.files import check_file
 from stages.cli.app import command
 from stages.cli.hints import begins, say
 from stages.cli.options import Plain, RunDir, StudentArgument, StudentName, option
@@ -34,7 +34,8 @@ def export_student(
     Example: `gaupipe export-student --student belief2 --out belief2.onnx`
     """
     run_dir = find_run(run_dir)
-    check_paths(files=[("--out", out)])
+    if out is not None:
+        check_file("--out", out)
     with begins(f"export: {student or 'the student trained last'} of {run_dir}, as {format}"):
         from stages.publish import export_student as stage
 

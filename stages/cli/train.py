@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from gaupipe.system.errors import UserError
-from stages.begin import check_paths
+from stages.begin import check_images, check_maps, check_model
 from stages.cli.app import command
 from stages.cli.hints import begins, say_if_overfitted, say_next, say_other_epoch, starts
 from stages.cli.options import (
@@ -40,6 +40,7 @@ from stages.cli.request import (
     with_model,
     with_options,
 )
+from stages.runs.directory import RunDirectory
 
 
 @command("Train")
@@ -65,7 +66,7 @@ def run(
     overrides = with_options(overrides, "train", epochs, lr, batch_size, seed)
     overrides = with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = read_settings(config, overrides, run_dir, data, student, teacher)
-    check_paths(new_run=folder)
+    RunDirectory(folder).check_place()
     with starts("all stages", settings, folder, student):
         from stages import run as stage
 
@@ -96,7 +97,7 @@ def phase_a(
     overrides = with_options(overrides, "phase_a", epochs, lr, batch_size, seed)
     overrides = with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = read_settings(config, overrides, run_dir, data, teacher=teacher)
-    check_paths(new_run=folder)
+    RunDirectory(folder).check_place()
     with starts("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}"):
         from stages import phase_a as stage
 
@@ -169,7 +170,8 @@ def export_maps(
     if not names_model(model, files, image_size) or model is None:
         options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
         run_dir = find_run(run_dir)
-        check_paths(model=teacher if out else None)
+        if out:
+            check_model(teacher)
         with begins(f"export: the teacher of {run_dir}"):
             from stages import export as stage
 
@@ -181,7 +183,8 @@ def export_maps(
         raise UserError(f"--{name}: belongs to a run: leave it out with --model")
     if out is None:
         raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
-    check_paths(images=files, model=model)
+    check_images(files or ())
+    check_model(model)
     with begins(f"export: {model}, into {out}"):
         from stages import export as stage
 
@@ -218,7 +221,8 @@ def phase_b(
     from stages.runs import students
 
     options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
-    check_paths(maps=maps if distill and maps else None)
+    if maps and distill:
+        check_maps(maps)
     request = students.resolve(run_dir, student, name=name, overrides=overrides, **options)
     with starts("phase B", request.settings, request.folder):
         from stages import phase_b as stage
@@ -265,11 +269,9 @@ def train(
 
     check_plain(names_of_settings(overrides))
     settings, folder = read_settings(config, overrides, run_dir, data, student, plain=True)
-    from stages.runs.directory import RunDirectory
-
     attention = student or settings.model.attention
     trained = RunDirectory(folder).student(attention, distilled=False)
-    check_paths(new_run=folder)
+    RunDirectory(folder).check_place()
     with starts("training", settings, trained, attention):
         from stages import train as stage
 
