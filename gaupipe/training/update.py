@@ -35,6 +35,9 @@ class Update:
         self.state = state
         self.steps = steps
         self.pauses = pauses or Pauses()
+        self.ask_every = ASK_EVERY
+        if distributed.world_size() == 1 or self.pauses.seconds == 0:  # a checkpoint at every step
+            self.ask_every = 1
         self.losses: nn.Module | None = None
         self.batch = len(state.metrics) * steps + state.batches
         self.stepped = False
@@ -96,7 +99,7 @@ class Update:
         if self.stepped:
             self._step()
         self.batch += 1
-        if distributed.world_size() == 1 or self.batch % ASK_EVERY == 0:
+        if self.batch % self.ask_every == 0:
             self.pauses.all_reduce()
         if self.batch % CHECK_EVERY == 0:
             self.check()
