@@ -198,18 +198,27 @@ def test_mean_and_rollout_stand_beside_the_heads():
     assert not columns[1].any()
 
 
-def test_a_picture_has_the_map_over_the_part_that_the_model_sees():
-    grey = Image.new("RGB", (200, 100), (128, 128, 128))
+def test_a_picture_has_the_map_over_the_part_that_the_model_sees(tmp_path):
+    brown = (128, 100, 60)
+    photo = Image.new("RGB", (200, 100), brown)
     weights = np.array([[0.0, 1.0], [0.5, 0.0]])
-    sheet = picture.draw(grey, (0.25, 0.0, 0.75, 1.0), {"one": weights}, 2, "a title")
-    pane = np.asarray(sheet)[40:280, 2 * 24 + 480 :][:, :480].astype(int)
-    assert pane.shape == (240, 480, 3)
+    picture.draw(photo, (0.25, 0, 0.75, 1), {"one": weights}, 2, "a title", tmp_path / "one.png")
+    drawn = np.asarray(Image.open(tmp_path / "one.png").convert("RGB")).astype(int)
+    is_photo = (drawn == brown).all(-1)
+    rows, columns = (np.flatnonzero(is_photo.any(axis)) for axis in (1, 0))
+    pane = drawn[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    high, wide = pane.shape[:2]
+    assert wide / high == pytest.approx(2, abs=0.02)
     *yellow, opaque = (int(part) for part in picture.colours()[255])
-    mixed = (np.array(yellow) * opaque + 128 * (255 - opaque)) / 255
-    np.testing.assert_allclose(pane[60, 300], mixed, atol=1)  # the second weight of the first row
-    np.testing.assert_array_equal(pane[60, 180], [128] * 3)  # no attention: the photo
-    np.testing.assert_array_equal(pane[60, 60], [128] * 3)  # outside of the part
-    assert tuple(pane[121, 180]) == picture.MARK  # the upper edge of patch 2
+    mixed = (np.array(yellow) * opaque + np.array(brown) * (255 - opaque)) / 255
+
+    def at(x: float, y: float) -> np.ndarray:
+        return pane[round(y * high), round(x * wide)]
+
+    np.testing.assert_allclose(at(0.62, 0.25), mixed, atol=2)  # the second weight of the first row
+    np.testing.assert_allclose(at(0.38, 0.25), brown, atol=1)  # no attention: the photo
+    np.testing.assert_array_equal(at(0.1, 0.25), brown)  # outside of the part
+    assert np.abs(pane[:, round(0.38 * wide)] - (255, 45, 111)).sum(-1).min() < 30  # patch 2
 
 
 def test_the_page_paints_with_the_same_colours(viewer, browser):

@@ -92,9 +92,12 @@ class Page:
 
 
 def unpacked(message: bytes, name: str) -> tuple[dict, np.ndarray]:
-    """The header and one array of a message to the page (stages/view/wire.py)."""
-    length = int.from_bytes(message[:4], "little")
-    header = json.loads(message[4 : 4 + length])
-    dtype, shape, offset = header["arrays"][name]
-    count = int(np.prod(shape))
-    return header, np.frombuffer(message, dtype, count, 4 + length + offset).reshape(shape)
+    """The header and one array of a message to the page (pack in stages/view/viewer.py)."""
+    start = 4 + int.from_bytes(message[:4], "little")
+    header = json.loads(message[4:start])
+    for each, (dtype, shape, size) in header["arrays"].items():
+        if each == name:
+            array = np.frombuffer(message[start : start + size], dtype).reshape(shape)
+            return header, array
+        start += size
+    raise KeyError(name)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,15 +48,6 @@ Forward = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
 P + T]."""
 
 
-class MapsPrediction(TypedDict):
-    """The class that a model predicts beside its maps; None of a model without classes."""
-
-    predicted: int | None
-    probability: float | None
-    likely: list[int]
-    """The most likely classes, the likeliest first."""
-
-
 @dataclass
 class ImageMaps:
     """One image, and where the queries look.
@@ -90,8 +82,9 @@ class ImageMaps:
             return []
         return ["class", *(f"register {number}" for number in range(1, self.prefix))]
 
-    def prediction(self, most: int = 1) -> MapsPrediction:
-        """The predicted class, and the ``most`` likely ones."""
+    def prediction(self, most: int = 1) -> dict[str, Any]:
+        """The ``predicted`` class, its ``probability``, and the ``most`` ``likely`` classes, the
+        likeliest first; None and none of a model without classes."""
         if self.logits is None:
             return {"predicted": None, "probability": None, "likely": []}
         probabilities = self.logits.float().softmax(-1)
@@ -105,22 +98,36 @@ class StoredMaps:
 
     def __init__(self, maps: store.Store) -> None:
         self.maps = maps
-        self.views = maps.schema.extra.get("views")
-        self.labelled = "files" not in maps.schema.extra
-        self._decode = MAP_KINDS[maps.schema.kind].reader(maps, CPU)
+        schema = maps.schema
+        self.images = schema.images
+        self.layers = schema.layers
+        self.grid = schema.grid
+        self.prefix = schema.prefix_tokens
+        self.views = schema.extra.get("views")
+        self.count_views = schema.views
+        self.labelled = "files" not in schema.extra
+        self.explains = False
+        self._decode = MAP_KINDS[schema.kind].reader(maps, CPU)
 
-    def see(self, image: int, view: int = 0) -> ImageMaps:
-        """The maps of an image, or of one of its views."""
+    @cached_property
+    def data(self) -> ImageData:
+        """The images, by :func:`images_of`."""
+        return images_of(self.maps)
+
+    def see(
+        self, image: int, views: object = None, view: int = 0, split: str = "train"
+    ) -> ImageMaps:
+        """The maps of a training image, or of one of its ``views``, which are the store's own."""
         schema = self.maps.schema
         entry = image * schema.views + view
         stored = self.maps.read(entry, entry + 1)
         attention = self._decode(stored)
         seen = ImageMaps(
-            grid=schema.grid,
+            grid=self.grid,
             map=lambda layer: attention.rows(layer)[0],
             label=None,
             logits=None,
-            prefix=schema.prefix_tokens,
+            prefix=self.prefix,
         )
         if isinstance(attention, StoredGaussians):
             seen.gaussians = attention.gaussians[0]
@@ -208,6 +215,10 @@ class LiveMaps:
         self.explains = bool(model.num_classes)
         """Whether there is a :meth:`relevance`."""
 
+    @property
+    def images(self) -> int:
+        return len(self.data.train)
+
     def see(
         self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
     ) -> ImageMaps:
@@ -293,6 +304,11 @@ class StudentMaps(LiveMaps):
         super().__init__(student.name, model, data, forward)
         self.explains = settings.model.attention != "gaussian"
         self.store = open_maps(student, data)
+        self.views = None
+        self.count_views = 1
+        if self.store is not None:
+            self.views = self.store.schema.extra.get("views")
+            self.count_views = self.store.schema.views
         learned = student.distilled and recorded_store(student.folder) is None
         self.local = settings.phase_a.is_local and learned and self.store is None
         self._job: PhaseB

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
-import torch
-from PIL import Image
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -17,12 +15,12 @@ from torch import Tensor
 
 import store
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import check_file, whole_file
+from gaupipe.system.files import check_file
 from stages.look import picture
-from stages.look.image_maps import Crop, ImageMaps, StoredMaps, StudentMaps, images_of, photo
+from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, photo
+from stages.look.measures import divergence
 from stages.runs.directory import RunDirectory
 
-TINY = torch.finfo(torch.float32).tiny
 SHADES = " .:+#"
 """From no attention to the most of the map, where a terminal has no colours."""
 
@@ -63,26 +61,6 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
     }
 
 
-class Seen(TypedDict):
-    """The map of one image as plain numbers for JSON: lists of h lists of w weights."""
-
-    image: int
-    label: int | None
-    predicted: int | None
-    probability: float | None
-    by: str
-    layer: int
-    head: str | int
-    query: str | int
-    grid: list[int]
-    gaussian: list[float] | None
-    map: list[list[float]]
-    teacher: list[list[float]] | None
-    kl: float | None
-    extra: NotRequired[dict[str, float]]
-    no_teacher: NotRequired[str]
-
-
 def attention(
     image: int,
     *,
@@ -94,7 +72,7 @@ def attention(
     query: str | None = None,
     view: int = 0,
     png: str | None = None,
-) -> Seen:
+) -> dict[str, Any]:
     """The map of one training image, block (None is the last), head (or ``mean``) and query (or
     ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), as plain
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
@@ -111,7 +89,32 @@ def attention(
     """
     if png is not None:
         check_file("--png", Path(png), ".png")
-    seen, taken, layer = look(url, run_dir, student, image, layer, view)
+    maps: StoredMaps | StudentMaps
+    if student is None:
+        maps = StoredMaps(store.open(_store(url, run_dir)))
+    else:
+        assert run_dir is not None
+        maps = StudentMaps(RunDirectory(run_dir), student)
+    where = "the store" if student is None else "the student"
+    _check("--image", image, maps.images, where)
+    layer = maps.layers - 1 if layer is None else layer
+    _check("--layer", layer, maps.layers, where)
+    _check("--view", view, maps.count_views, where)
+    seen = maps.see(image, maps.views, view)
+    shown = {"image": image} | chosen_map(seen, layer, head, query)
+    if png is not None:
+        drawn = {short_name(shown): np.array(shown["map"])}
+        if shown["teacher"] is not None:
+            drawn["teacher"] = np.array(shown["teacher"])
+        patch = shown["query"] if isinstance(shown["query"], int) else None
+        where = f"layer {layer}, head {head}, query {shown['query']}"
+        taken = photo(maps.data, image, maps.views, view)
+        picture.draw(*taken, drawn, patch, f"{name_of(shown)}: {where}", Path(png))
+    return shown
+
+
+def chosen_map(seen: ImageMaps, layer: int, head: str, query: str | None) -> dict[str, Any]:
+    """One map of an image, as :func:`attention` returns it."""
     if query is None:
         height, width = seen.grid
         query = str(height // 2 * width + width // 2)
@@ -123,164 +126,101 @@ def attention(
     def mean(values: Tensor) -> Tensor:
         return values[heads][:, queries].mean((0, 1))
 
-    gaussian = None
-    if seen.gaussians is not None and "mean" not in (head, query):
-        gaussian = seen.gaussians[layer, heads[0], queries[0]].tolist()
     whole = mean(rows)  # [P + T]
-    predicted = seen.prediction()
-    numbered = query != "mean" and query not in seen.extra
-    shown: Seen = {
-        "image": image,
+    likely = seen.prediction()
+    shown: dict[str, Any] = {
         "label": seen.label,
-        "predicted": predicted["predicted"],
-        "probability": predicted["probability"],
+        "predicted": likely["predicted"],
+        "probability": likely["probability"],
         "by": seen.by,
         "layer": layer,
-        "head": head if head == "mean" else int(head),
-        "query": int(query) if numbered else query,
+        "head": int(head) if head.isdecimal() else head,
+        "query": int(query) if query.isdecimal() else query,
         "grid": list(seen.grid),
-        "gaussian": gaussian,
+        "gaussian": None,
         "map": whole[extra:].reshape(seen.grid).tolist(),
         "teacher": None,
         "kl": None,
     }
-    teacher = None
-    if seen.teacher:
-        teacher = seen.teacher[layer]
+    if seen.gaussians is not None and "mean" not in (head, query):
+        shown["gaussian"] = seen.gaussians[layer, heads[0], queries[0]].tolist()
+    teacher = seen.teacher[layer] if seen.teacher else None
     if teacher is not None:
-        kl = torch.xlogy(teacher, teacher / rows.clamp_min(TINY)).sum(-1, keepdim=True)
         shown["teacher"] = mean(teacher).reshape(seen.grid).tolist()
-        shown["kl"] = mean(kl).item()
+        shown["kl"] = mean(divergence(teacher, rows)).item()
     if extra:
         shown["extra"] = dict(zip(seen.extra, whole.tolist(), strict=False))
     if seen.no_teacher is not None:
         shown["no_teacher"] = seen.no_teacher
-    if png is not None:
-        draw(taken(), shown, Path(png))
     return shown
 
 
-def look(
-    url: str | None,
-    run_dir: Path | None,
-    student: str | None,
-    image: int,
-    layer: int | None,
-    view: int,
-) -> tuple[ImageMaps, Callable[[], tuple[Image.Image, Crop]], int]:
-    """The maps of an image, a function that gives the photo, and the block. Raises UserError for
-    an image, a block or a view that there is not."""
-
-    def check(where: str, images: int, layers: int, count: int) -> int:
-        block = layers - 1 if layer is None else layer
-        _check("--image", image, images, where)
-        _check("--layer", block, layers, where)
-        _check("--view", view, count, where)
-        return block
-
-    if student is None:
-        stored = StoredMaps(store.open(_store(url, run_dir)))
-        schema = stored.maps.schema
-        block = check("the store", schema.images, schema.layers, schema.views)
-        seen = stored.see(image, view)
-        return seen, lambda: photo(images_of(stored.maps), image, stored.views, view), block
-    assert run_dir is not None
-    live = StudentMaps(RunDirectory(run_dir), student)
-    views = None
-    count = 1
-    if live.store is not None:
-        views = live.store.schema.extra.get("views")
-        count = live.store.schema.views
-    block = check("the student", len(live.data.train), live.layers, count)
-    seen = live.see(image, views, view)
-    return seen, lambda: photo(live.data, image, views, view), block
+def name_of(shown: dict[str, Any]) -> str:
+    """What is said of the image of :func:`attention`."""
+    if shown["label"] is None:
+        return f"image {shown['image']}"
+    return f"image {shown['image']}, label {shown['label']}"
 
 
-def heat_map(seen: Seen) -> Group:
+def short_name(shown: dict[str, Any]) -> str:
+    """Whose map that of :func:`attention` is."""
+    return str(shown["by"].rsplit("/", 1)[-1])
+
+
+def heat_map(shown: dict[str, Any]) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
     brackets; of a student with the teacher's map on its right."""
-    model = seen["by"].rsplit("/", 1)[-1]
-    weights = np.array(seen["map"])
-    top = most_of(seen)
-    classes = []
-    if seen["label"] is not None:
-        classes.append(f"label {seen['label']}")
-    if seen["predicted"] is not None:
-        classes.append(f"{model} says {seen['predicted']} with {seen['probability']:.2f}")
-    title = f"image {seen['image']}"
-    if classes:
-        title += f" ({', '.join(classes)})"
-    title += f", layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
-    rows = shaded(weights, seen, top)
+    model = short_name(shown)
+    weights = np.array(shown["map"])
+    most = float(weights.max())
+    if shown["teacher"] is not None:
+        most = max(most, float(np.max(shown["teacher"])))
+    title = name_of(shown)
+    if shown["predicted"] is not None:
+        title += f", {model} says {shown['predicted']} with {shown['probability']:.2f}"
+    title += f": layer {shown['layer']}, head {shown['head']}, query {shown['query']}"
+    rows = shaded(weights, shown["query"], most)
     largest = "the largest weight"
     lines: list[Text | Table] = [Text(title), *rows]
-    if seen["teacher"] is not None:
-        teacher_rows = shaded(np.array(seen["teacher"]), seen, top)
+    if shown["teacher"] is not None:
+        teacher = shaded(np.array(shown["teacher"]), shown["query"], most)
         beside = Table(model, "teacher", box=None, pad_edge=False, padding=(0, 2))
-        for pair in zip(rows, teacher_rows, strict=True):
+        for pair in zip(rows, teacher, strict=True):
             beside.add_row(*pair)
-        kl = Text(f"  KL of {model} from the teacher: {seen['kl']:.4f}")
-        lines = [Text(title), beside, kl]
+        lines = [Text(title), beside, Text(f"  KL of {model} from the teacher: {shown['kl']:.4f}")]
         largest += f" of both maps; {model} has {weights.max():.4f}"
-    elif "no_teacher" in seen:
-        lines.append(Text(f"  no teacher beside it: {seen['no_teacher']}"))
-    if "extra" in seen:
-        extra = ", ".join(f"{name} {weight:.3f}" for name, weight in seen["extra"].items())
+    elif "no_teacher" in shown:
+        lines.append(Text(f"  no teacher beside it: {shown['no_teacher']}"))
+    if "extra" in shown:
+        extra = ", ".join(f"{name} {weight:.3f}" for name, weight in shown["extra"].items())
         lines.append(Text(f"  beside the grid: {extra}"))
-    token = weights.argmax()
-    y, x = divmod(int(token), weights.shape[1])
+    token = int(weights.argmax())
+    y, x = divmod(token, weights.shape[1])
     at = f"at token {token} (row {y}, column {x})"
-    lines.append(Text(f"  {SHADES[-1] * 2} = {top:.4f}, {largest}, {at}"))
-    if seen["gaussian"]:
-        mean_x, mean_y, std_x, std_y = seen["gaussian"]
+    lines.append(Text(f"  {SHADES[-1] * 2} = {most:.4f}, {largest}, {at}"))
+    if shown["gaussian"]:
+        mean_x, mean_y, std_x, std_y = shown["gaussian"]
         gaussian = f"mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f})"
         lines.append(Text(f"  Gaussian: {gaussian} in (x, y), -1 and +1 the first and last token"))
     return Group(*lines)
 
 
-def most_of(seen: Seen) -> float:
-    """The largest weight of the map of :func:`attention` and of the teacher's beside it, which are
-    drawn on one scale."""
-    most = float(np.max(seen["map"]))
-    if seen["teacher"] is not None:
-        most = max(most, float(np.max(seen["teacher"])))
-    return most
-
-
-def shaded(weights: np.ndarray, seen: Seen, top: float) -> list[Text]:
-    """A line for each row of a map [h, w]; the last of :data:`SHADES` is for ``top``."""
-    query = None
-    if isinstance(seen["query"], int):  # not the mean, nor a class token
-        query = divmod(seen["query"], seen["grid"][1])
+def shaded(weights: np.ndarray, query: object, most: float) -> list[Text]:
+    """A line for each row of a map [h, w]; the last of :data:`SHADES` is for ``most``."""
     lines = []
     for y, row in enumerate(weights):
         line = Text("  ")
         for x, weight in enumerate(row):
-            level = weight / top if top else 0.0
+            level = weight / most if most else 0.0
             shade = SHADES[min(int(level * len(SHADES)), len(SHADES) - 1)]
-            colour = f"rgb({int(68 + 187 * level)},{int(1 + 230 * level)},84)"
-            if (y, x) == query:
+            red, green, blue, _ = picture.colours()[round(255 * level)]
+            colour = f"rgb({red},{green},{blue})"
+            if query == y * len(row) + x:
                 line.append("[]", f"white on {colour}")
             else:  # the shade is seen only where a terminal has no colours
                 line.append(shade * 2, f"{colour} on {colour}")
         lines.append(line)
     return lines
-
-
-def draw(taken: tuple[Image.Image, Crop], seen: Seen, path: Path) -> None:
-    """A PNG of the photo, and beside it the photo with the map over it; of a student also with the
-    teacher's."""
-    maps = {seen["by"].rsplit("/", 1)[-1]: np.array(seen["map"])}
-    if seen["teacher"] is not None:
-        maps["teacher"] = np.array(seen["teacher"])
-    title = f"image {seen['image']}"
-    if seen["label"] is not None:
-        title += f", label {seen['label']}"
-    title += f": layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
-    query = seen["query"]
-    patch = query if isinstance(query, int) else None
-    with whole_file(path) as partial:
-        picture.draw(*taken, maps, patch, title).save(partial, "PNG")
 
 
 def _store(url: str | None, run_dir: Path | None) -> str:

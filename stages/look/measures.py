@@ -39,6 +39,13 @@ def with_mean_and_rollout(blocks: Sequence[Tensor | None]) -> Tensor:
     return columns
 
 
+def divergence(teacher: Tensor, maps: Tensor) -> Tensor:
+    """KL divergence [H, N] of each query's row of ``maps`` [H, N, N] from the ``teacher``'s, in
+    nats."""
+    ratio = teacher / maps.clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.xlogy(teacher, ratio).sum(-1)
+
+
 def numbers(maps: Tensor, grid: tuple[int, int], values: Tensor | None) -> dict[str, Tensor]:
     """Numbers of each head, [L, H], from its maps [L, H, N, N].
 

@@ -1,20 +1,20 @@
-"""A map over its photo: the colours that the page of view has too, and the picture that inspect
+"""A map over its photo: the colours, which the page of view has too, and the picture that inspect
 writes."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+from gaupipe.system.files import whole_file
 from stages.look.image_maps import Crop
 
 OPAQUE = 0.9
 """Of the largest weight; smaller ones let the photo through."""
-MARK = (255, 45, 111)
-SIDE = 480
-MARGIN = 24
+MARK = "#ff2d6f"
 
 
 @functools.cache
@@ -29,42 +29,39 @@ def colours() -> np.ndarray:
 
 
 def draw(
-    picture: Image.Image, crop: Crop, maps: dict[str, np.ndarray], query: int | None, text: str
-) -> Image.Image:
-    """The photo, and beside it the photo under each of ``maps`` [h, w], by their names, on one
-    scale from 0. Outlined are the part that the model sees, and the patch of the ``query``."""
-    size = (SIDE, round(SIDE * picture.height / picture.width))
-    if min(picture.size) >= 24:
-        photo = picture.convert("RGB").resize(size)
-    else:
-        photo = picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
-    left, top, right, bottom = (
-        round(share * length) for share, length in zip(crop, (*size, *size), strict=True)
-    )
-    most = max(weights.max() for weights in maps.values()) or 1
-    sheet = Image.new("RGB", ((SIDE + MARGIN) * (len(maps) + 1) + MARGIN, size[1] + 96), "white")
-    write = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(15)
-    sheet.paste(photo, (MARGIN, 40))
-    for place, (name, weights) in enumerate(maps.items(), 1):
+    photo: Image.Image,
+    crop: Crop,
+    maps: dict[str, np.ndarray],
+    query: int | None,
+    title: str,
+    path: Path,
+) -> None:
+    """Writes a PNG of the photo under each of ``maps`` [h, w], by their names, on one scale from 0.
+    The map lies on the part that the model sees; outlined is the patch of the ``query``."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    palette = ListedColormap(colours() / 255)
+    scale = ScalarMappable(cmap=palette)
+    scale.set_clim(0, max(weights.max() for weights in maps.values()) or 1)
+    figure = Figure(figsize=(5 * len(maps) + 1, 5), layout="constrained")
+    panes = figure.subplots(1, len(maps), squeeze=False)[0]
+    left, top, right, bottom = np.array(crop) * [*photo.size, *photo.size]
+    for axes, (name, weights) in zip(panes, maps.items(), strict=True):
         height, width = weights.shape
-        heat = colours()[np.rint(255 * weights / most).astype(int)]
-        over = Image.fromarray(heat).resize((right - left, bottom - top), Image.Resampling.NEAREST)
-        pane = photo.copy()
-        pane.paste(over, (left, top), over)
-        mark = ImageDraw.Draw(pane)
-        mark.rectangle((left, top, right - 1, bottom - 1), outline="white")
+        axes.set_title(name, parse_math=False)
+        axes.set_axis_off()
+        axes.imshow(photo.convert("RGB"), extent=(0, photo.width, photo.height, 0))
+        axes.imshow(scale.to_rgba(weights), extent=(left, right, bottom, top))
+        axes.set(xlim=(0, photo.width), ylim=(photo.height, 0))
         if query is not None:
             across = (right - left) / width
             down = (bottom - top) / height
-            x = left + query % width * across
-            y = top + query // width * down
-            mark.rectangle((x, y, x + across, y + down), outline=MARK, width=3)
-        corner = MARGIN + place * (SIDE + MARGIN)
-        sheet.paste(pane, (corner, 40))
-        write.text((corner, 14), name, "black", font)
-    bar = Image.fromarray(colours()[None]).convert("RGB").resize((200, 10))
-    sheet.paste(bar, (MARGIN, size[1] + 52))
-    write.text((MARGIN + 212, size[1] + 48), f"0 to {most:.3g}", "black", font)
-    write.text((MARGIN, size[1] + 70), text, "black", font)
-    return sheet
+            corner = left + query % width * across, top + query // width * down
+            axes.add_patch(Rectangle(corner, across, down, fill=False, edgecolor=MARK, lw=2))
+    figure.colorbar(scale, ax=panes, shrink=0.6)
+    figure.suptitle(title)
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=150)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,33 +21,6 @@ PAGE = 60
 """Images of a page."""
 READERS = 8
 """Shards that are read at the same time."""
-
-
-class Item(TypedDict):
-    """An image of a page, as far as it is known."""
-
-    id: int
-    label: NotRequired[int]
-    predicted: NotRequired[int]
-    probability: NotRequired[float]
-    title: NotRequired[str]
-
-
-class Page(TypedDict):
-    """Some images of the ``total`` in an order; ``items`` is None while that is not known."""
-
-    items: list[Item] | None
-    total: int
-    page: int
-    size: int
-
-
-class Predictions(NamedTuple):
-    """Of images [N]: labels and predicted classes, and the probability of these, float32."""
-
-    labels: np.ndarray
-    predicted: np.ndarray
-    probability: np.ndarray
 
 
 class Gallery:
@@ -77,14 +49,14 @@ class Gallery:
         self.labelled = labelled
         self.done = 0
         self.error = ""
-        self.all: Predictions | None = None
+        self.predicted: np.ndarray | None = None  # [N], with their probabilities
+        self.probability = np.zeros(images, np.float32)
         self.thread: threading.Thread | None = None
-        self._ids = lru_cache(maxsize=8)(self._ordered)
 
     @property
     def reading(self) -> bool:
         """True while the thread reads."""
-        return self.thread is not None and self.all is None and not self.error
+        return self.thread is not None and self.predicted is None and not self.error
 
     def start(self) -> None:
         """Starts to read labels and predictions, unless that has been done."""
@@ -96,53 +68,58 @@ class Gallery:
         """Reads labels and predictions of all images."""
         columns = []
         try:
-            for logits, labels in self.parts():
-                probability, predicted = logits.float().softmax(-1).max(-1)
-                columns.append((labels.numpy(), predicted.numpy(), probability.numpy()))
-                self.done += len(labels)
+            for logits, truth in self.parts():
+                sure, likeliest = logits.float().softmax(-1).max(-1)
+                columns.append((truth.numpy(), likeliest.numpy(), sure.numpy()))
+                self.done += len(truth)
         except (store.StoreError, UserError, OSError) as error:
             self.error = str(error)
             return
-        self.all = Predictions(*map(np.concatenate, zip(*columns, strict=True)))
-        self.labels = self.all.labels if self.labelled else None
+        labels, predicted, self.probability = map(np.concatenate, zip(*columns, strict=True))
+        self.labels = labels if self.labelled else None
+        self.predicted = predicted  # last, as it says that all has been read
 
-    def page(self, order: str = "id", label: int | None = None, number: int = 0) -> Page:
-        """One page of images. Raises UserError for an order or a class that there is not."""
+    def page(self, order: str = "id", label: int | None = None, number: int = 0) -> dict[str, Any]:
+        """One page: the ``items``, of each its ``id`` and what else is known, and the ``total`` in
+        this order; ``items`` is None while the order is not known. Raises UserError for an order or
+        a class that there is not."""
         if order not in ORDERS:
             raise UserError(f"order {order!r}: should be one of {', '.join(ORDERS)}")
         if label is not None and not 0 <= label < self.classes:
             raise UserError(f"class {label}: there are 0 to {self.classes - 1}")
-        if self.all is None and (order != "id" or (label is not None and self.labels is None)):
+        ids = self._ordered(order, label)
+        if ids is None:
             self.start()
             return {"items": None, "total": 0, "page": number, "size": PAGE}
-        known = self.all is not None or self.labels is not None
-        ids = self._ids(order, label, known)
         items = [self._item(int(image)) for image in ids[number * PAGE : (number + 1) * PAGE]]
         return {"items": items, "total": len(ids), "page": number, "size": PAGE}
 
-    def _item(self, image: int) -> Item:
-        item: Item = {"id": image}
+    def _item(self, image: int) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": image}
         if self.labels is not None:
             item["label"] = int(self.labels[image])
-        if self.all is not None:
-            item["predicted"] = int(self.all.predicted[image])
-            item["probability"] = round(float(self.all.probability[image]), 6)
+        if self.predicted is not None:
+            item["predicted"] = int(self.predicted[image])
+            item["probability"] = round(float(self.probability[image]), 6)
         return item
 
-    def _ordered(self, order: str, label: int | None, _known: bool) -> np.ndarray:
-        """Image ids of a class, or of all, in an order."""
+    def _ordered(self, order: str, label: int | None) -> np.ndarray | None:
+        """Image ids of a class, or of all, in an order; None while that is not known."""
         ids = np.arange(self.images)
-        if label is not None and self.labels is not None:
+        if label is not None and self.labelled:
+            if self.labels is None:
+                return None
             ids = np.flatnonzero(self.labels == label)
-        if order == "id" or self.all is None:
+        if order == "id":
             return ids
-        labels, predicted, probability = (column[ids] for column in self.all)
-        keys = {
-            "sure": -probability,
-            "unsure": probability,
-            "wrong": -probability + 2 * (labels == predicted),
-        }
-        return ids[np.argsort(keys[order], kind="stable")]
+        if self.predicted is None:
+            return None
+        key = self.probability[ids]
+        if order != "unsure":
+            key = -key
+        if order == "wrong" and self.labels is not None:
+            key = key + 2 * (self.predicted[ids] == self.labels[ids])
+        return ids[np.argsort(key, kind="stable")]
 
 
 def stored_gallery(maps: store.Store, labelled: bool = True) -> Gallery:

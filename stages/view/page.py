@@ -15,8 +15,8 @@ from stages.view.viewer import Viewer
 
 STATIC = Path(__file__).parent / "static"
 MODULES = (
-    "dom", "wire", "maps", "state", "source", "draw", "numbers", "gallery", "grid", "charts",
-    "stage", "facts", "keys", "main",
+    "dom", "maps", "state", "source", "draw", "numbers", "facts", "gallery", "grid", "charts",
+    "stage", "keys", "main",
 )  # fmt: skip
 """In an order in which no module needs a later one."""
 SIDE = 900

@@ -6,14 +6,18 @@ Axis letters: L blocks, H heads, T patches, P class and register tokens.
 from __future__ import annotations
 
 import io
+import json
 import secrets
+import struct
 import tempfile
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
 
 import store
@@ -21,15 +25,14 @@ from gaupipe.data.decoding import check, refusing
 from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData, utf8
 from gaupipe.system.errors import UserError
-from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, images_of, photo
-from stages.look.measures import numbers, with_mean_and_rollout
+from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
+from stages.look.measures import divergence, numbers, with_mean_and_rollout
 from stages.look.picture import colours
 from stages.runs.directory import RunDirectory
-from stages.view.gallery import Gallery, Page, stored_gallery
-from stages.view.wire import pack
+from stages.view.gallery import Gallery, stored_gallery
 
 MOST_LIKELY = 5
-"""Classes whose probabilities are shown."""
+"""Classes that are offered first where a class is explained."""
 LARGE = 1_000_000
 """Weights of an image above which they are sent as float16."""
 PHOTO = 1600
@@ -41,27 +44,14 @@ Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
 
 
-class Reading(TypedDict):
-    """Progress in labels and predictions, in images."""
-
-    done: int
-    total: int
-    reading: bool
-    error: str | None
-
-
-class Pixels(TypedDict):
-    ready: bool
-    error: str | None
-
-
-class Status(TypedDict):
-    """What the page asks again for, until all is read."""
-
-    labels: Reading
-    pixels: Pixels
-    splits: dict[str, int]
-    class_names: list[str]
+def pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
+    """A message to the page: the length of a JSON header in 4 bytes, little end first; the header,
+    whose "arrays" has {name: [dtype, shape, bytes]}; and the arrays, float16 or float32, little end
+    first and row by row."""
+    entries = {name: [each.dtype.name, each.shape, each.nbytes] for name, each in arrays.items()}
+    text = json.dumps(header | {"arrays": entries}).encode()
+    contents = [array.tobytes() for array in arrays.values()]
+    return b"".join([struct.pack("<I", len(text)), text, *contents])
 
 
 class Viewer:
@@ -101,7 +91,7 @@ class Viewer:
         self.extend = extend
         self.command = ""
         self._dropped: tempfile.TemporaryDirectory[str] | None = None
-        self._taken: tuple[Any, tuple[Image.Image, Crop]] | None = None
+        self._photo = lru_cache(maxsize=8)(self._open_photo)  # maps and pixels are asked for apart
         self.data_error = ""
         self._opened: dict[str, LiveMaps] = {}
         self._galleries: dict[tuple[str, str], Gallery] = {}
@@ -124,7 +114,7 @@ class Viewer:
         """Opens the data set; where it is not there, images are shown without their pixels."""
         try:
             if self.stored and not self._data:
-                self._data = images_of(self.stored.maps)
+                self._data = self.stored.data
         except (UserError, OSError) as error:
             self.data_error = str(error)
 
@@ -154,29 +144,20 @@ class Viewer:
         """What the page opens with: the last block; the rollout weighted by the gradient of the
         predicted class where a model has classes, as it alone showed the object in most of 30
         photos (docs/view.md), else the mean over heads; for the class token where there is one."""
-        if self.schema:
-            (height, width) = self.schema.grid
-            prefix = self.schema.prefix_tokens
-            layers = self.schema.layers
-            explains = False
-        else:
-            live = self.model("")
-            (height, width) = live.grid
-            prefix = live.prefix
-            layers = live.layers
-            explains = live.explains
+        shown = self.shown()
+        height, width = shown.grid
         query: str | int = height // 2 * width + width // 2
-        if prefix:
+        if shown.prefix:
             query = "x0"
-        elif explains:
+        elif shown.explains:
             query = "mean"
-        head = "gradient" if explains else "mean"
-        return {"layer": layers - 1, "head": head, "query": query}
+        head = "gradient" if shown.explains else "mean"
+        return {"layer": shown.layers - 1, "head": head, "query": query}
 
     @property
     def labelled(self) -> bool:
         """True unless the images are files without labels."""
-        return (self.stored or self.model("")).labelled
+        return self.shown().labelled
 
     def sizes(self) -> dict[str, int]:
         """The number of images of each split, as far as they are known; that to begin with is
@@ -187,7 +168,7 @@ class Viewer:
         splits = self._data.splits
         return {name: len(splits[name]) for name in names if name in splits}
 
-    def status(self, split: str = "train", name: str = "") -> Status:
+    def status(self, split: str = "train", name: str = "") -> dict[str, Any]:
         """Progress of reading labels, predictions and the data set."""
         gallery = self.gallery(split, name)
         return {
@@ -210,22 +191,27 @@ class Viewer:
             return self._galleries[split, name]
 
     def _gallery(self, split: str, name: str) -> Gallery:
-        if self.stored and split == "train" and not name:
-            return stored_gallery(self.stored.maps, self.labelled)
-        live = self.model(name)
-        images = live.data.split(split)
-        labels = images.labels if self.labelled else None
-        parts = partial(live.predictions, split)
-        return Gallery(len(images), live.data.num_classes, parts, labels, self.labelled)
+        shown = self.shown(split, name)
+        if isinstance(shown, StoredMaps):
+            return stored_gallery(shown.maps, shown.labelled)
+        images = shown.data.split(split)
+        labels = images.labels if shown.labelled else None
+        parts = partial(shown.predictions, split)
+        return Gallery(len(images), shown.data.num_classes, parts, labels, shown.labelled)
 
-    def page(self, split: str, name: str, order: str, label: int | None, number: int) -> Page:
+    def page(self, split: str, name: str, *which: Any) -> dict[str, Any]:
         """A page of :meth:`gallery`, with the names of the images' files."""
-        page = self.gallery(split, name).page(order, label, number)
+        page = self.gallery(split, name).page(*which)
         for item in page["items"] or ():
-            title = self.title_of(item["id"], split)
-            if title is not None:
-                item["title"] = title
+            item["title"] = self.title_of(item["id"], split)
         return page
+
+    def shown(self, split: str = "train", name: str = "") -> StoredMaps | LiveMaps:
+        """What shows the images of a split: a model or, without a ``name``, the store where there
+        is one and the split is its own."""
+        if self.stored and split == "train" and not name:
+            return self.stored
+        return self.model(name)
 
     def model(self, name: str) -> LiveMaps:
         """A model that computes maps now; without a ``name`` the first."""
@@ -247,57 +233,52 @@ class Viewer:
         attention or, where there is none, that of the first model.
 
         Arrays: ``maps`` [L, H + 2, P + T, P + T], the heads' maps, their mean and the rollout;
-        ``teacher`` in the same form, the stored maps that a student's are compared with, and in the
-        header ``compared``, the blocks that have one; ``gaussians`` [L, H, T, 4] where the maps are
-        those of Gaussians. Maps of more than :data:`LARGE` weights are float16.
+        ``teacher`` in the same form, the stored maps that a student's are compared with, and ``kl``
+        [L, H, T] their divergence, both 0 in blocks without a stored map; ``gaussians`` [L, H, T,
+        4] where the maps are those of Gaussians. Maps of more than :data:`LARGE` weights are
+        float16.
         """
         self.check(image, view, split)
         which = self._which(view, split)
         stored = None
-        live = None
         with self._one_at_a_time:
-            if self.stored and split == "train":
-                stored = self.stored.see(image, view)
-            if stored is None or name:
-                live = self.model(name)
-        if live is None:
-            assert stored is not None and self.schema is not None
-            seen = stored
-            layers = self.schema.layers
-        else:
-            with self._one_at_a_time:
-                seen = live.see(image, *which)
-            layers = live.layers
-        arrays = {"maps": with_mean_and_rollout([seen.map(layer) for layer in range(layers)])}
-        if any(block is not None for block in seen.teacher):
-            arrays["teacher"] = with_mean_and_rollout(seen.teacher)
-        heads = arrays["maps"].shape[1] - 2
-        measured = numbers(arrays["maps"][:, :heads], seen.grid, seen.values)
-        if arrays["maps"].numel() > LARGE:
-            arrays = {name: maps.half() for name, maps in arrays.items()}
+            shown = self.shown(split, name)
+            seen = shown.see(image, *which)
+            if self.stored and split == "train" and name:
+                beside = self.stored.see(image, *which)
+                stored = {"name": beside.by, "label": beside.label, **beside.prediction()}
+        maps = with_mean_and_rollout([seen.map(layer) for layer in range(shown.layers)])
+        heads = maps.shape[1] - 2
+        measured = numbers(maps[:, :heads], seen.grid, seen.values)
+        known: dict[str, list[Any]] = {name: each.tolist() for name, each in measured.items()}
+        arrays = {"maps": maps}
+        compared = [block is not None for block in seen.teacher]
+        if any(compared):
+            teacher = with_mean_and_rollout(seen.teacher)
+            kl = torch.stack([divergence(*pair) for pair in zip(teacher, maps, strict=True)])
+            arrays |= {"teacher": teacher, "kl": kl[:, :heads]}
+            means = kl[:, :heads].mean(-1).tolist()
+            known["kl"] = [m if has else None for m, has in zip(means, compared, strict=True)]
+        if maps.numel() > LARGE:
+            arrays = {name: each.half() for name, each in arrays.items()}
         if seen.gaussians is not None:
             arrays["gaussians"] = seen.gaussians.float()
-        crop = WHOLE
-        if self._data:
-            _, crop = self._photo(image, *which)
         header = {
             "name": seen.by,
             "title": self.title_of(image, split),
             "label": seen.label,
             **seen.prediction(MOST_LIKELY),
-            "stored": None,
+            "stored": stored,
             "grid": seen.grid,
             "extra": seen.extra,
-            "layers": layers,
+            "layers": shown.layers,
             "heads": heads,
-            "numbers": {name: number.tolist() for name, number in measured.items()},
-            "compared": [block is not None for block in seen.teacher],
-            "no_teacher": seen.no_teacher if self.stored and live else None,
-            "explains": bool(live and live.explains),
-            "crop": crop,
+            "numbers": known,
+            "compared": compared,
+            "no_teacher": seen.no_teacher if self.stored else None,
+            "explains": shown.explains,
+            "crop": self._photo(image, view, split)[1] if self._data else WHOLE,
         }
-        if stored and live:
-            header["stored"] = {"name": stored.by, "label": stored.label, **stored.prediction()}
         return pack(header, {name: array.numpy() for name, array in arrays.items()})
 
     def title_of(self, image: int, split: str) -> str | None:
@@ -313,25 +294,18 @@ class Viewer:
         """The picture of an image at no more than ``side`` pixels a side, and its media type: PNG,
         but JPEG where it was made smaller."""
         self.check(image, view, split)
-        picture, _ = self._photo(image, *self._which(view, split))
+        picture, _ = self._photo(image, view, split)
         file = io.BytesIO()
         if max(picture.size) <= SMALL:
             picture.save(file, "PNG")
             return file.getvalue(), "image/png"
-        picture = picture.convert("RGB")
+        picture = picture.convert("RGB")  # a copy, as thumbnail changes it
         picture.thumbnail((side, side))
         picture.save(file, "JPEG", quality=QUALITY)
         return file.getvalue(), "image/jpeg"
 
-    def _photo(
-        self, image: int, views: dict[str, Any] | None, view: int, split: str
-    ) -> tuple[Image.Image, Crop]:
-        """Keeps the last picture, which the page asks for right after its maps."""
-        with self._one_at_a_time:
-            asked = image, view, split
-            if self._taken is None or self._taken[0] != asked:
-                self._taken = asked, photo(self.data, image, views, view, split)
-            return self._taken[1]
+    def _open_photo(self, image: int, view: int, split: str) -> tuple[Image.Image, Crop]:
+        return photo(self.data, image, *self._which(view, split))
 
     def find(self, text: str) -> int:
         """The image that a file's name, or its path, stands for. Another file of this machine is

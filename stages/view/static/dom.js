@@ -1,15 +1,18 @@
 // Small things that every part of the page needs.
 
 export const $ = (id) => document.getElementById(id);
+export const all = (selector) => document.querySelectorAll(selector);
 
 export const percent = (share) => `${(100 * share).toFixed(share > 0.9995 ? 0 : 1)} %`;
+export const count = (number) => number.toLocaleString("en");
 
 /** The end of a path or URL. */
 export const ending = (path) => path.split("/").filter(Boolean).slice(-2).join("/");
 
-/** An element with properties and children. */
-export function make(tag, properties = {}, ...children) {
+/** An element with properties and children. What `data` sets, a click on it does to the state. */
+export function make(tag, { data = {}, ...properties } = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
+  Object.assign(element.dataset, data);
   element.append(...children);
   return element;
 }
@@ -24,6 +27,3 @@ export function extremes(weights) {
   }
   return [least, most];
 }
-
-/** What a map is called in a sentence. */
-export const called = (layer, head) => `block ${layer}, ${typeof head === "number" ? `head ${head}` : head}`;

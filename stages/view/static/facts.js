@@ -1,54 +1,66 @@
 // What is shown, in words and numbers.
 
 import { $, ending, make, percent } from "./dom.js";
-import { NUMBERS } from "./grid.js";
-import { divergence } from "./maps.js";
+
+/** Numbers of a head, as charts, cells and facts name them. */
+export const NUMBERS = [
+  { name: "entropy", title: "Entropy", unit: "nats", meaning: "Low: a head that reads few tokens." },
+  { name: "distance", title: "Mean distance", unit: "tokens", meaning: "From a patch to where it reads. Low: a local head." },
+  { name: "share", title: "Largest key", unit: "", meaning: "Its share. High: most queries read one and the same token, a sink." },
+  { name: "value", title: "Its value", unit: "of the mean", meaning: "Low: reading that token adds little. A ring: the head does nothing." },
+  { name: "kl", title: "KL", unit: "nats", meaning: "High: the student's head differs from the teacher's." },
+];
+
+/** What a map is called in a sentence. */
+export const called = (layer, head) => `Block ${layer}, ${/^\d/.test(head) ? `head ${head}` : head}`;
+
+/** [title, number] of each number of a head that is known. */
+export function numbersOf(maps, layer, head) {
+  return NUMBERS.flatMap(({ name, title, unit }) => {
+    const number = maps.number(name, layer, head);
+    return number === null ? [] : [[title, `${number.toFixed(name === "kl" ? 3 : 2)} ${unit}`.trim()]];
+  });
+}
 
 /** The image's name and class, and what the models take it for. */
-export function renderHeading(app, className) {
-  const { header } = app.own;
-  const name = header.title ?? `Image ${app.state.image}`;
+export function renderHeading({ own, state, className }) {
+  const { header } = own;
+  const name = header.title ?? `Image ${state.image}`;
   $("title").textContent = header.label == null ? name : `${name}: ${className(header.label)}`;
   document.title = `${name} – attention maps`;
   const predictions = [header.stored, header].filter((one) => one?.predicted != null);
   const parts = predictions.map(({ name, predicted, probability, label }) => {
-    const right = predicted === label;
-    const mark = label == null ? "" : right ? "✓ " : "✗ ";
-    const className_ = label == null ? "" : right ? "right" : "wrong";
-    const said = `${mark}${ending(name)}: ${className(predicted)}, ${percent(probability)}`;
-    return make("span", { className: className_ }, said);
+    const said = `${ending(name)}: ${className(predicted)}, ${percent(probability)}`;
+    if (label == null) return make("span", {}, said);
+    if (predicted === label) return make("span", { className: "right" }, `✓ ${said}`);
+    return make("span", { className: "wrong" }, `✗ ${said}`);
   });
   $("verdict").replaceChildren(...parts);
 }
 
 /** A sentence about a pane, for its caption and for those who cannot see it. */
-export function sentence(app, { name, weights, grid, query, there }, className) {
+export function sentence({ state, maps, compared, className }, { name, weights, grid, query, there }) {
   if (!there) return `${name}: no stored map for this block.`;
-  const { head, direction, layer } = app.state;
-  const { maps } = app;
-  const whose = app.compared ? `${name}. ` : "";
+  const { head, direction, layer } = state;
   const place = (token) =>
     typeof token === "number"
       ? `row ${Math.floor(token / grid[1])}, column ${token % grid[1]}`
       : `the ${maps.extra[maps.row(token)]} token`;
-  let most = 0;
-  weights.forEach((weight, token) => {
-    if (weight > weights[most]) most = token;
-  });
-  const end = `Most: ${place(most)} (${weights[most].toPrecision(3)}).`;
+  const most = weights.reduce((best, weight, token) => (weight > weights[best] ? token : best), 0);
   const who = query === "mean" ? "the patches, on average," : place(query);
+  let what = `${who} ${query === "mean" ? "read" : "reads"} here`;
+  if (direction === "to") what = `these patches read ${who}`;
   if (head === "gradient") {
-    const what = className(maps.relevanceClass ?? maps.header.predicted);
-    return `${whose}Bright: what speaks for “${what}” in the blocks up to ${layer}, as ${who} reads it. ${end}`;
+    const label = className(maps.relevanceClass ?? maps.header.predicted);
+    what = `what speaks for “${label}” in the blocks up to ${layer}, as ${who} reads it`;
   }
-  if (direction === "to") return `${whose}Bright: these patches read ${who}. ${end}`;
-  return `${whose}Bright: ${who} ${query === "mean" ? "read" : "reads"} here. ${end}`;
+  const whose = compared ? `${name}. ` : "";
+  return `${whose}Bright: ${what}. Most: ${place(most)} (${weights[most].toPrecision(3)}).`;
 }
 
 /** The numbers of what is shown for a query. */
-export function renderFacts(app, query, className) {
-  const { state, maps, own, compared } = app;
-  const { layer, head } = state;
+export function renderFacts({ state, maps, own, className }, query) {
+  const { layer, head, direction } = state;
   const [, w] = maps.grid;
   const words = {
     mean: "mean over heads",
@@ -61,16 +73,13 @@ export function renderFacts(app, query, className) {
   } else if (query === "mean") facts.push(["Patch", "mean over all"]);
   else facts.push(["Token", maps.extra[maps.row(query)]]);
   if (maps.extra.length && maps.has(layer)) {
-    const whole = maps.whole(layer, head, query, state.direction);
+    const whole = maps.whole(layer, head, query, direction);
     const lost = maps.extra.map((name, p) => `${name} ${whole[p].toFixed(3)}`);
-    facts.push([state.direction === "from" ? "To" : "From", lost.join(", ")]);
+    facts.push([direction === "from" ? "To" : "From", lost.join(", ")]);
   }
-  for (const [name, term, unit] of NUMBERS) {
-    const number = maps.number(name, layer, head);
-    if (number !== null) facts.push([term[0].toUpperCase() + term.slice(1), `${number.toFixed(2)}${unit}`]);
-  }
-  const far = compared && divergence(own, compared, layer, head, query);
-  if (far != null) facts.push(["KL", `${far.toFixed(4)} nats`]);
+  facts.push(...numbersOf(maps, layer, head).filter(([title]) => title !== "KL"));
+  const far = own.divergence(layer, head, query);
+  if (far !== null) facts.push(["KL", `${far.toFixed(4)} nats`]);
   const gaussian = maps.gaussian(layer, head, query);
   if (gaussian) {
     const [meanX, meanY, stdX, stdY] = gaussian.map((value) => value.toFixed(3));

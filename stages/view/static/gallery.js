@@ -1,6 +1,6 @@
 // The gallery: a page of images in an order.
 
-import { $, make, percent } from "./dom.js";
+import { $, count, make, percent } from "./dom.js";
 
 /** Scrolls a list as far as one of its buttons needs. scrollIntoView would let Tab begin there. */
 function show(button, list) {
@@ -12,64 +12,55 @@ function show(button, list) {
 }
 
 export class Gallery {
-  /** `choose` is called with the id of an image, `changed` when order, class or page changed. */
+  items = [];
+  total = 0;
+  size = 60;
+  page = 0;
+
   constructor(source, app) {
-    Object.assign(this, { source, app, items: [], total: 0, size: 60, page: 0 });
-    for (const name of ["order", "class"]) {
-      $(name).addEventListener("change", () => {
-        const value = $(name).value;
-        app.set({ [name]: name === "class" && value !== "" ? Number(value) : value, page: 0 });
-        this.opens = name === "order" && value !== "id"; // the first of them
-        this.load();
-      });
-    }
+    Object.assign(this, { source, app });
     $("page-back").addEventListener("click", () => this.turn(-1));
     $("page-on").addEventListener("click", () => this.turn(1));
+    $("image-back").addEventListener("click", () => this.next(-1));
+    $("image-on").addEventListener("click", () => this.next(1));
     $("go").addEventListener("submit", (event) => {
       event.preventDefault();
       const asked = $("go-to").value.trim();
       $("go-to").value = "";
-      if (/^\d+$/.test(asked)) app.choose(Number(asked));
+      if (/^\d+$/.test(asked)) app.set({ image: Number(asked), view: 0 });
       else if (asked) app.add(asked);
     });
-    for (const hidden of [".choices", "#go"]) {
-      document.querySelector(`#gallery ${hidden}`).hidden = source.offline;
-    }
+    $("choices").hidden = $("go").hidden = source.offline;
     document.body.classList.toggle("offline", source.offline);
   }
 
-  /** The first of the names of a class: ImageNet's have synonyms. */
-  className(label) {
-    return this.app.classNames[label]?.split(", ")[0] ?? `class ${label}`;
+  fillClasses() {
+    const { about, state, className } = this.app;
+    const options = Array.from({ length: about.classes }, (_, label) => new Option(className(label), label));
+    $("class").replaceChildren(new Option("all", ""), ...options);
+    $("class").value = state.class;
   }
 
-  /** Shows the page of the image, with the predictions of the student that is chosen. */
+  /** Shows the page that has the image or, in another order than by number, the page of the state. */
   async follow() {
     const { state } = this.app;
     const byNumber = state.order === "id" && state.class === "" && !this.source.offline;
     if (byNumber) state.page = Math.floor(state.image / this.size);
-    const { split, student, order, class: label, page } = state;
-    const wanted = `${split}/${student}/${order}/${label}/${page}`;
-    if (wanted === this.asked) return;
-    await this.load();
+    if (this.wanted !== this.asked) await this.load();
   }
 
-  fillClasses(count) {
-    const options = Array.from({ length: count }, (_, label) => new Option(this.className(label), label));
-    $("class").replaceChildren(new Option("all", ""), ...options);
-    $("class").value = String(this.app.state.class);
+  /** What is asked for, as one text. */
+  get wanted() {
+    const { split, student, order, class: label, page } = this.app.state;
+    return [split, student, order, label, page].join("/");
   }
 
   async load() {
-    const { state } = this.app;
-    $("order").value = state.order;
-    $("class").value = String(state.class);
-    const { split, student, order, class: label, page } = state;
-    const asked = `${split}/${student}/${order}/${label}/${page}`;
+    const asked = this.wanted;
     this.asked = asked;
     let found;
     try {
-      found = await this.source.gallery(state);
+      found = await this.source.gallery(this.app.state);
     } catch (error) {
       $("thumbs").replaceChildren(make("p", { className: "note" }, error.message));
       return;
@@ -78,72 +69,63 @@ export class Gallery {
     this.waits = found.items === null;
     Object.assign(this, found, { items: found.items ?? [] });
     this.render();
-    $("gallery").hidden = this.source.offline && this.total === 1;
     if (this.waits) this.app.watch();
-    else if (this.opens && this.items.length) {
-      this.opens = false;
-      await this.app.choose(this.items[0].id);
-    }
+    else if (this.opens && this.items.length) await this.open(this.items[0]);
+  }
+
+  async open({ id }) {
+    this.opens = false;
+    await this.app.set({ image: id, view: 0 });
   }
 
   /** How far labels and predictions have been read. */
-  progress(labels) {
-    const { reading, error } = labels;
+  progress({ done, total, reading, error }) {
     const ended = !reading && !error && (this.reading || this.waits);
     this.reading = reading;
     $("reading").hidden = !reading && !error;
-    $("reading-bar").value = labels.total ? labels.done / labels.total : 0;
-    const count = (number) => number.toLocaleString("en");
-    $("reading-text").textContent =
-      error || `Reading predictions: ${count(labels.done)} of ${count(labels.total)}`;
+    $("reading-bar").value = total ? done / total : 0;
+    $("reading-text").textContent = error || `Reading predictions: ${count(done)} of ${count(total)}`;
     if (ended) this.load();
   }
 
   render() {
-    const { state, pixelsReady } = this.app;
-    const thumbs = this.items.map((item) => {
-      const button = make("button", { className: "thumb" });
-      button.dataset.id = item.id;
-      const known = [item.title ?? `Image ${item.id}`];
-      if (item.label != null) known.push(this.className(item.label));
-      if (item.predicted != null) {
-        known.push(`predicted ${this.className(item.predicted)}, ${percent(item.probability)}`);
-        button.classList.toggle("wrong", item.label != null && item.label !== item.predicted);
-      }
-      button.setAttribute("aria-label", known.join(", "));
-      button.title = known.join("\n");
-      if (pixelsReady) {
-        const picture = make("img", { alt: "", loading: "lazy" });
-        picture.src = this.source.pixels({ image: item.id, view: 0, split: state.split }, 160);
-        picture.onload = () => picture.classList.toggle("tiny", picture.naturalWidth < 24);
-        button.append(picture);
-      }
-      button.append(make("span", {}, item.title ?? String(item.id)));
-      button.addEventListener("click", () => this.app.choose(item.id));
-      return button;
-    });
+    const thumbs = this.items.map((item) => this.thumb(item));
     $("thumbs").replaceChildren(...thumbs);
-    if (!thumbs.length && !this.waits) {
-      $("thumbs").textContent = "No images here.";
-    }
-    this.mark(state.image);
+    if (!thumbs.length && !this.waits) $("thumbs").textContent = "No images here.";
+    this.mark(this.app.state.image);
     const first = this.page * this.size;
-    const count = (number) => number.toLocaleString("en");
-    $("page-text").textContent = this.total
-      ? `${count(first + 1)}–${count(first + this.items.length)} of ${count(this.total)}`
-      : "";
-    document.querySelector("#gallery .pager").hidden = this.total <= this.size;
+    const shown = `${count(first + 1)}–${count(first + thumbs.length)} of ${count(this.total)}`;
+    $("page-text").textContent = this.total ? shown : "";
+    $("pager").hidden = this.total <= this.size;
     $("page-back").disabled = this.page === 0;
     $("page-on").disabled = first + this.size >= this.total;
+    $("gallery").hidden = this.source.offline && this.total === 1;
+  }
+
+  thumb({ id, title, label, predicted, probability }) {
+    const { state, className, pixelsReady } = this.app;
+    const known = [title ?? `Image ${id}`];
+    if (label != null) known.push(className(label));
+    if (predicted != null) known.push(`predicted ${className(predicted)}, ${percent(probability)}`);
+    const button = make("button", { className: "thumb", data: { image: id, view: 0 } });
+    button.classList.toggle("wrong", label != null && predicted != null && label !== predicted);
+    button.ariaLabel = known.join(", ");
+    button.title = known.join("\n");
+    if (pixelsReady) {
+      const picture = make("img", { alt: "", loading: "lazy" });
+      picture.src = this.source.pixels({ image: id, view: 0, split: state.split }, 160);
+      picture.onload = () => picture.classList.toggle("tiny", picture.naturalWidth < 24);
+      button.append(picture);
+    }
+    button.append(make("span", {}, title ?? id));
+    return button;
   }
 
   mark(image) {
     for (const button of $("thumbs").children) {
-      const chosen = Number(button.dataset.id) === image;
-      if (chosen) {
-        button.setAttribute("aria-current", "true");
-        show(button, $("thumbs"));
-      } else button.removeAttribute("aria-current");
+      const chosen = button.dataset.image === String(image);
+      button.ariaCurrent = chosen ? "true" : null;
+      if (chosen) show(button, $("thumbs"));
     }
   }
 
@@ -151,18 +133,21 @@ export class Gallery {
     const pages = Math.max(Math.ceil(this.total / this.size), 1);
     const page = Math.min(Math.max(this.page + step, 0), pages - 1);
     if (page === this.page) return false;
-    this.app.set({ page });
-    await this.load();
+    await this.app.set({ page });
     $("thumbs").scrollTop = 0;
     return true;
   }
 
-  /** The next image in the order (or with -1 the previous), on the next page where this one ends. */
-  async next(step) {
+  /** The image that is so many steps further in the order, if it is on this page. */
+  beside(step) {
     const place = this.items.findIndex((item) => item.id === this.app.state.image);
-    let found = this.items[place + step];
-    if (place < 0) found = this.items[0];
-    else if (!found && (await this.turn(step))) found = this.items.at(step > 0 ? 0 : -1);
-    if (found) await this.app.choose(found.id);
+    return place < 0 ? this.items[0] : this.items[place + step];
+  }
+
+  /** Opens the next image in the order (or with -1 the previous), also of another page. */
+  async next(step) {
+    let found = this.beside(step);
+    if (!found && (await this.turn(step))) found = this.items.at(step > 0 ? 0 : -1);
+    if (found) await this.open(found);
   }
 }

@@ -1,110 +1,79 @@
 // The bird's-eye view: maps of all blocks and heads, their mean and the rollout.
 
-import { $, called, extremes, make } from "./dom.js";
+import { $, extremes, make } from "./dom.js";
 import { paint } from "./draw.js";
+import { called, numbersOf } from "./facts.js";
 
 export class Grid {
   constructor(app) {
     this.app = app;
-    this.element = $("grid");
-    this.cells = new Map();
-    this.element.addEventListener("keydown", (event) => this.move(event));
+    $("grid").addEventListener("keydown", (event) => this.move(event));
   }
 
   /** Makes a button for each block and head of maps. */
-  build(maps) {
-    const { layers, columns } = maps;
-    const shape = `${layers}/${columns}/${maps.grid}`;
+  build({ layers, columns, grid }) {
+    const shape = `${layers}/${columns}/${grid}`;
     if (shape === this.shape) return;
     this.shape = shape;
-    this.cells.clear();
     document.documentElement.style.setProperty("--columns", columns.length);
-    this.element.style.setProperty("--layers", layers);
-    this.element.style.setProperty("--aspect", maps.grid[1] / maps.grid[0]);
-    this.element.classList.toggle("many", columns.length > 10);
-    const kind = (text) => (typeof text === "string" ? "label word" : "label");
-    const label = (text) => make("span", { className: kind(text) }, text);
+    $("grid").style.setProperty("--layers", layers);
+    $("grid").style.setProperty("--aspect", grid[1] / grid[0]);
+    $("grid").classList.toggle("many", columns.length > 10);
+    const label = (text) =>
+      make("span", { className: typeof text === "string" ? "label word" : "label" }, text);
+    const cell = (layer, head) =>
+      make("button", { className: "cell", data: { layer, head } }, make("canvas"));
     const parts = [label(""), ...columns.map(label)];
     for (let layer = 0; layer < layers; layer++) {
-      parts.push(label(layer), ...columns.map((head) => this.cell(layer, head)));
+      parts.push(label(layer), ...columns.map((head) => cell(layer, head)));
     }
-    this.element.replaceChildren(...parts);
+    $("grid").replaceChildren(...parts);
+    this.cells = parts.filter((part) => part.className === "cell");
   }
 
-  cell(layer, head) {
-    const button = make("button", { className: "cell" }, document.createElement("canvas"));
-    Object.assign(button.dataset, { layer, head });
-    button.addEventListener("click", () => this.app.set({ layer, head }));
-    this.cells.set(button, { layer, head });
-    return button;
-  }
-
-  /** Paints every map for a query, and marks the chosen one. */
+  /** Paints every map for a query. */
   render(maps, query) {
-    const { layer: chosenLayer, head: chosenHead, direction, scale, floor } = this.app.state;
-    const shown = new Map();
-    let least = Infinity;
-    let most = 0;
-    for (const [button, { layer, head }] of this.cells) {
-      if (!maps.has(layer)) continue;
+    const { direction, scale, floor } = this.app.state;
+    const shown = this.cells.map((cell, place) => {
+      const layer = Math.floor(place / maps.columns.length);
+      const head = maps.columns[place % maps.columns.length];
+      cell.disabled = !maps.has(layer);
+      cell.firstChild.hidden = !maps.map(layer, head); // until it has been computed
       const weights = maps.weights(layer, head, query, direction);
-      const range = extremes(weights);
-      shown.set(button, { weights, range });
-      if (typeof head !== "number") continue;
-      least = Math.min(least, range[0]);
-      most = Math.max(most, range[1]);
-    }
-    for (const [button, { layer, head }] of this.cells) {
-      const chosen = layer === chosenLayer && head === chosenHead;
-      button.setAttribute("aria-pressed", chosen);
-      button.tabIndex = chosen ? 0 : -1;
-      button.disabled = !shown.has(button);
-      if (button.disabled) continue;
-      button.firstChild.hidden = !maps.map(layer, head); // until it has been computed
-      const { weights, range } = shown.get(button);
-      const [low, top] = scale === "one" && typeof head === "number" ? [least, most] : range;
-      paint(button.firstChild, weights, maps.grid, [floor === "least" ? low : 0, top]);
+      return { cell, head, weights, range: extremes(weights) };
+    });
+    const heads = shown.filter(({ cell, head }) => !cell.disabled && typeof head === "number");
+    const least = Math.min(...heads.map(({ range }) => range[0]));
+    const most = Math.max(...heads.map(({ range }) => range[1]));
+    for (const { cell, head, weights, range } of shown) {
+      const [low, top] = scale && typeof head === "number" ? [least, most] : range;
+      paint(cell.firstChild, weights, maps.grid, [floor ? low : 0, top]);
     }
   }
 
   /** Says each head's numbers, which the charts draw. */
-  describe(maps, kl) {
-    for (const [button, { layer, head }] of this.cells) {
-      const said = NUMBERS.flatMap(([name, term, unit]) => {
-        const number = maps.number(name, layer, head);
-        return number === null ? [] : [`${term} ${number.toFixed(2)}${unit}`];
-      });
+  describe(maps) {
+    for (const cell of this.cells) {
+      const { layer, head } = cell.dataset;
+      const said = numbersOf(maps, layer, head).map((pair) => pair.join(" "));
       const idle = Boolean(maps.number("idle", layer, head));
       if (idle) said.push("does nothing");
-      const far = kl(layer, head);
-      if (far !== null) said.push(`KL ${far.toFixed(3)}`);
-      const name = called(layer, head).replace("block", "Block");
-      button.classList.toggle("idle", idle);
-      button.setAttribute("aria-label", said.length ? `${name}: ${said.join(", ")}` : name);
-      button.title = [name, ...said].join("\n");
+      const name = called(layer, head);
+      cell.classList.toggle("idle", idle);
+      cell.ariaLabel = said.length ? `${name}: ${said.join(", ")}` : name;
+      cell.title = [name, ...said].join("\n");
     }
   }
 
   move(event) {
-    const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-    const at = this.cells.get(event.target.closest(".cell"));
-    if (!at || !(event.key in steps)) return;
+    const { columns } = this.app.maps;
+    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns.length, ArrowDown: columns.length };
+    if (!(event.key in steps)) return;
     event.preventDefault();
     event.stopPropagation();
-    const { columns } = this.app.maps;
-    const [down, right] = steps[event.key];
-    const layer = at.layer + down;
-    const head = columns[columns.indexOf(at.head) + right];
-    const next = this.element.querySelector(`[data-layer="${layer}"][data-head="${head}"]`);
+    const next = this.cells[this.cells.indexOf(event.target) + steps[event.key]];
     if (!next || next.disabled) return;
-    this.app.set({ layer, head });
+    next.click();
     next.focus();
   }
 }
-
-export const NUMBERS = [
-  ["entropy", "entropy", " nats"],
-  ["distance", "mean distance", " tokens"],
-  ["share", "largest key", ""],
-  ["value", "its value", ""],
-];

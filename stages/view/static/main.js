@@ -1,20 +1,22 @@
 // The page: one state, what it needs, and the parts that show it.
 
-import { $, ending, make } from "./dom.js";
-import { ComparedMaps, Maps, divergence } from "./maps.js";
-import { DEFAULTS, fitState, formatState, parseState } from "./state.js";
+import { $, all, count, ending, make } from "./dom.js";
+import { ComparedMaps, Maps } from "./maps.js";
+import { DEFAULTS, fitState, formatState, middle, parseState, parsed } from "./state.js";
 import { openSource } from "./source.js";
-import { composed, setColours } from "./draw.js";
+import { composed, paint, setColours } from "./draw.js";
 import { asJson, save } from "./numbers.js";
 import { Gallery } from "./gallery.js";
 import { Grid } from "./grid.js";
 import { renderCharts } from "./charts.js";
 import { Stage } from "./stage.js";
 import { renderFacts, renderHeading, sentence } from "./facts.js";
-import { listenToKeys, setDirection } from "./keys.js";
+import { listenToKeys } from "./keys.js";
 
 const source = openSource();
 const RELOAD = ["split", "image", "view", "student"]; // what other numbers are needed for
+const LISTED = ["order", "class", "page"]; // what another page of images is needed for
+const CONTROLS = ["student", "split", "view", "order", "class", "explain", "floor", "opacity", "smooth", "scale"];
 
 const app = {
   about: null,
@@ -33,32 +35,29 @@ const app = {
 
   /** Changes the state, the address and the page. */
   async set(changes) {
-    const before = { ...this.state };
-    Object.assign(this.state, changes);
-    const changed = Object.keys(DEFAULTS).filter((name) => before[name] !== this.state[name]);
-    if (!changed.length) return;
-    if (RELOAD.some((name) => changed.includes(name))) {
+    const { state } = app;
+    const before = { ...state };
+    Object.assign(state, changes);
+    if (state.direction !== before.direction && state.query === "mean") state.query = middle(app.maps.grid);
+    const changed = Object.keys(DEFAULTS).filter((name) => before[name] !== state[name]);
+    if (changed.some((name) => RELOAD.includes(name))) {
       await load();
       return;
     }
-    if (this.own) fitState(this.state, this.about, this.maps);
+    if (app.own) fitState(state, app.about, app.maps);
     writeAddress();
-    if (!this.own) return;
-    if (changed.includes("explain")) await explain();
+    if (changed.some((name) => LISTED.includes(name))) await gallery.load();
+    if (!app.own) return;
+    if (changed.includes("explain")) await explain(app.own);
     render();
   },
 
   /** Reads how far the server is. */
   watch: () => watch(),
 
-  choose(image) {
-    return this.set({ image, view: 0 });
-  },
-
   /** Chooses a patch; the one that is chosen gives way to the mean over all. */
   choosePatch(query) {
-    const { state } = this;
-    return this.set({ query: query === state.query ? "mean" : query });
+    return app.set({ query: query === app.state.query ? "mean" : query });
   },
 
   /** Opens an image file by its name or path, or one that was dropped. */
@@ -68,7 +67,7 @@ const app = {
       const image = await source.add(name, file);
       await watch();
       gallery.asked = null;
-      await this.choose(image);
+      await app.set({ image, view: 0 });
     } catch (error) {
       if (error.unreachable) fail(error);
       else say(error.message);
@@ -77,23 +76,20 @@ const app = {
 
   /** Shows a query while the pointer is over it. */
   preview(query) {
-    if (query === this.hovered || !this.own) return;
-    this.hovered = query;
+    if (query === app.hovered || !app.own) return;
+    app.hovered = query;
     renderMaps();
   },
 
-  says: (pane) => sentence(app, pane, className),
+  /** The first of the names of a class: ImageNet's have synonyms. */
+  className: (label) => app.classNames[label]?.split(", ")[0] ?? `class ${label}`,
+
+  says: (pane) => sentence(app, pane),
 };
 
 const gallery = new Gallery(source, app);
 const grid = new Grid(app);
 const stage = new Stage(app);
-const className = (label) => gallery.className(label);
-
-function startState() {
-  const embedded = $("embedded");
-  return embedded ? JSON.parse(embedded.textContent).start : {};
-}
 
 function writeAddress(push = false) {
   const address = formatState(app.state);
@@ -110,39 +106,88 @@ async function load(push = true) {
   const { state, about } = app;
   const hasStored = about.stored && state.split === "train";
   if (!hasStored && !state.student) state.student = about.students[0] ?? "";
-  $("stage").setAttribute("aria-busy", "true");
+  $("stage").ariaBusy = "true";
   try {
-    const wanted = [source.image(state), app.pixelsReady ? loadPicture() : null];
-    const [{ header, arrays }, picture] = await Promise.all(wanted);
+    const [own, compared, picture] = await fetched(state);
     if (mine !== loads) return;
-    app.picture = picture;
-    app.own = new Maps(header, arrays.maps, arrays.gaussians);
-    app.compared = arrays.teacher ? new ComparedMaps(header, arrays.teacher) : null;
+    Object.assign(app, { own, compared, picture });
     fitState(state, about, app.maps);
-    if (state.head === "gradient") await explain();
+    if (state.head === "gradient") await explain(own);
   } catch (error) {
     if (mine === loads) fail(error);
     return;
   } finally {
-    if (mine === loads) $("stage").removeAttribute("aria-busy");
+    if (mine === loads) $("stage").ariaBusy = null;
   }
   fail(null);
   writeAddress(push);
-  gallery.mark(state.image);
   render();
-  if (app.own.header.explains && !app.own.relevance) explain().then(() => mine === loads && render());
+  gallery.mark(state.image);
   await gallery.follow();
+  complete(mine);
+}
+
+/** The maps of a state, those that they are compared with, and the picture. */
+async function fetched(state) {
+  const asked = [source.image(state), app.pixelsReady ? loadPicture(source.pixels(state)) : null];
+  const [{ header, arrays }, picture] = await Promise.all(asked);
+  const compared = arrays.teacher ? new ComparedMaps(header, arrays.teacher) : null;
+  return [new Maps(header, arrays), compared, picture];
+}
+
+async function loadPicture(address) {
+  const picture = new Image();
+  picture.src = address;
+  return picture.decode().then(() => picture, () => null);
+}
+
+/** Gets the column of the gradient, then what the images beside this one need, one by one, unless
+ * another image is asked for. */
+async function complete(mine) {
+  const { own } = app;
+  if (own.header.explains && !own.relevance) {
+    await explain(own);
+    if (mine === loads) render();
+  }
+  for (const step of [1, -1]) {
+    const beside = gallery.beside(step);
+    if (mine !== loads || !beside || source.offline) return;
+    const state = { ...app.state, image: beside.id, view: 0 };
+    try {
+      const [{ header }] = await fetched(state);
+      if (mine === loads && header.explains) await source.relevance(state);
+    } catch {
+      return; // who opens that image is told
+    }
+  }
+}
+
+/** Gets the relevance for the class that is explained. */
+async function explain(own) {
+  try {
+    const { header, arrays } = await source.relevance(app.state);
+    own.relevance = arrays.relevance;
+    own.relevanceClass = header.class;
+  } catch (error) {
+    say(`No gradient: ${error.message}`);
+    own.header.explains = false;
+    own.columns = own.columns.filter((head) => head !== "gradient");
+    fitState(app.state, app.about, app.maps);
+  }
 }
 
 /** Reads the address. Of a student that there is not it takes the first, and says so. */
 function readAddress() {
   const { students, note } = app.about;
-  const state = Object.assign(app.state, parseState(location.hash, startState()));
-  const known = !state.student || students.includes(state.student);
-  const others = students.length ? ` There is: ${students.join(", ")}.` : "";
-  const unknown = known ? "" : `There is no student “${state.student}” here.${others}`;
-  if (!known) state.student = DEFAULTS.student;
-  say([note, unknown].filter(Boolean).join(" "));
+  const embedded = $("embedded");
+  const start = embedded ? JSON.parse(embedded.textContent).start : {};
+  const state = Object.assign(app.state, parseState(location.hash, start));
+  const said = [note];
+  if (state.student && !students.includes(state.student)) {
+    said.push(`There is no student “${state.student}” here. There is: ${students.join(", ") || "none"}.`);
+    state.student = DEFAULTS.student;
+  }
+  say(said.filter(Boolean).join(" "));
 }
 
 /** A line above the page, with buttons at its end. */
@@ -151,138 +196,81 @@ function say(text, ...buttons) {
   $("banner").hidden = !text;
 }
 
-/** Gets the relevance for the class that is explained. */
-async function explain() {
-  const { state, own } = app;
-  try {
-    const { header, arrays } = await source.relevance(state);
-    own.relevance = arrays.relevance;
-    own.relevanceClass = header.class;
-  } catch (error) {
-    say(`No gradient: ${error.message}`);
-    own.header.explains = false;
-    own.columns = own.columns.filter((head) => head !== "gradient");
-    fitState(state, app.about, app.maps);
-  }
-}
-
-function loadPicture() {
-  return new Promise((resolve) => {
-    const picture = new Image();
-    picture.onload = () => resolve(picture);
-    picture.onerror = () => resolve(null);
-    picture.src = source.pixels(app.state);
-  });
-}
-
 /** Says in place of the maps why there are none. Where the server does not answer the page stays as
  * it was, and says how to go on. */
 function fail(error) {
   if (error?.unreachable) {
-    const { command } = app.about ?? {};
-    const again = make("button", { textContent: "Try again" });
+    const again = make("button", {}, "Try again");
     const still = () => again.animate({ opacity: [0.3, 1] }, 400);
     again.addEventListener("click", () => source.about().then(() => location.reload(), still));
-    say(`${error.message} Start it again: `, make("code", {}, command ?? "gaupipe view"), again);
+    say(`${error.message} Start it again: `, make("code", {}, app.about?.command ?? "gaupipe view"), again);
     return;
   }
   $("error").hidden = !error;
   $("error").textContent = error?.message ?? "";
-  $("stage").classList.toggle("failed", Boolean(error));
-  document.querySelector(".side").classList.toggle("failed", Boolean(error));
+  document.body.classList.toggle("failed", Boolean(error));
   if (!error) return;
   app.own = app.compared = null;
   $("title").textContent = `Image ${app.state.image}`;
   $("verdict").textContent = "\u00a0";
-  if (gallery.items.length) gallery.mark(app.state.image);
-  else gallery.load();
+  gallery.mark(app.state.image);
+  if (!gallery.items.length) gallery.load();
   writeAddress(true);
-}
-
-/** The student's divergence of each head from the teacher, computed once. */
-function kl() {
-  const { own, compared } = app;
-  own.kl ??= new Map();
-  return (layer, head) => {
-    if (!compared) return null;
-    const key = `${layer}/${head}`;
-    if (!own.kl.has(key)) own.kl.set(key, divergence(own, compared, layer, head, "mean"));
-    return own.kl.get(key);
-  };
-}
-
-function panes() {
-  const { own, compared, picture } = app;
-  const one = { name: ending(own.header.name), maps: own, picture };
-  return compared ? [{ name: "teacher", maps: compared, picture }, one] : [one];
 }
 
 function render() {
   const { state, maps, own, about } = app;
   const { header } = own;
-  document.documentElement.dataset.theme = state.theme;
   const shape = `${maps.layers} blocks × ${maps.heads} heads, ${maps.grid.join(" × ")} patches`;
-  $("about").textContent = `${app.named} · ${shape}`;
-  $("split").value = state.split;
+  const kind = about.k ? `${about.kind}, k = ${about.k}` : about.kind;
+  $("about").textContent = [ending(about.title), kind, shape].join(" · ");
   $("view-choice").hidden = about.views === 1 || state.split !== "train";
   $("no-teacher").hidden = !header.no_teacher;
   $("no-teacher").textContent = `No teacher beside ${header.name}: ${header.no_teacher}.`;
-  renderExplained();
-  grid.build(maps);
-  grid.describe(maps, kl());
-  renderCharts(maps, state, kl(), (layer, head) => app.set({ layer, head }));
-  renderHeading(app, className);
-  $("student").value = state.student;
-  $("view").value = state.view;
-  $("opacity").value = state.opacity;
-  $("scale").checked = state.scale === "one";
-  $("floor").checked = state.floor === "least";
-  $("smooth").checked = Boolean(state.smooth);
-  $("ellipse").checked = Boolean(state.ellipse);
-  $("ellipse-choice").hidden = !maps.gaussians;
   $("show-choice").hidden = !app.compared;
-  renderTokens(maps);
-  for (const name of ["direction", "show"]) {
-    for (const button of document.querySelectorAll(`[data-${name}]`)) {
-      button.setAttribute("aria-pressed", button.dataset[name] === state[name]);
-    }
+  $("explain-choice").hidden = state.head !== "gradient" || source.offline;
+  if (!$("explain-choice").hidden) fillExplained();
+  const tokens = maps.extra.map((name, p) => [`x${p}`, p ? name : "class token"]);
+  const buttons = [...tokens, ["mean", "all patches"]].map(([query, name]) =>
+    make("button", { data: { query } }, name),
+  );
+  $("tokens").replaceChildren(...buttons);
+  grid.build(maps);
+  grid.describe(maps);
+  renderCharts(maps);
+  renderHeading(app);
+  for (const name of CONTROLS) {
+    if ($(name).type === "checkbox") $(name).checked = Boolean(state[name]);
+    else if (name !== "explain") $(name).value = state[name];
+  }
+  for (const button of all("#stage button, .side button")) {
+    const sets = Object.entries(button.dataset);
+    if (!sets.length) continue;
+    button.ariaPressed = sets.every(([name, text]) => state[name] === parsed(text));
+    if (button.matches(".cell")) button.tabIndex = button.ariaPressed === "true" ? 0 : -1;
   }
   renderMaps();
 }
 
 /** The classes that can be explained, the likeliest first. */
-function renderExplained() {
-  const { header, relevanceClass } = app.own;
-  $("explain-choice").hidden = app.state.head !== "gradient" || source.offline;
-  if ($("explain-choice").hidden) return;
-  const { likely } = header;
+function fillExplained() {
+  const { likely } = app.own.header;
   const others = [...Array(app.about.classes).keys()].filter((label) => !likely.includes(label));
-  const options = [...likely, ...others].map((label) => new Option(className(label), label));
+  const options = [...likely, ...others].map((label) => new Option(app.className(label), label));
   $("explain").replaceChildren(...options);
-  $("explain").value = relevanceClass ?? likely[0];
-}
-
-/** A button for the class token, each register token, and the mean over patches. */
-function renderTokens(maps) {
-  const tokens = maps.extra.map((name, p) => [`x${p}`, p ? name : "class token"]);
-  $("tokens").replaceChildren(
-    ...[...tokens, ["mean", "all patches"]].map(([query, name]) => {
-      const button = make("button", { textContent: name, ariaPressed: app.state.query === query });
-      button.dataset.query = query;
-      button.addEventListener("click", () => app.set({ query }));
-      return button;
-    }),
-  );
+  $("explain").value = app.own.relevanceClass ?? likely[0];
 }
 
 /** What changes while the pointer moves. */
 function renderMaps() {
-  const { state, maps, hovered } = app;
+  const { state, maps, own, compared, picture, hovered } = app;
   const query = hovered ?? state.query;
-  stage.render(panes(), query);
+  const panes = [{ name: ending(own.header.name), maps: own, picture }];
+  if (compared) panes.unshift({ name: "teacher", maps: compared, picture });
+  stage.render(panes, query);
   grid.render(maps, query);
   if (hovered === null) $("says").textContent = stage.shown.map(app.says).join(" ");
-  renderFacts(app, query, className);
+  renderFacts(app, query);
 }
 
 let watches = 0;
@@ -299,14 +287,14 @@ async function watch() {
   }
   if (mine !== watches) return;
   fillSplits(status.splits);
-  const named = status.class_names.length && !app.classNames.length;
-  const pictured = status.pixels.ready && !app.pixelsReady;
+  const isNew = status.pixels.ready && !app.pixelsReady; // pictures, and names of classes
   app.classNames = status.class_names;
   app.pixelsReady = status.pixels.ready;
   gallery.progress(status.labels);
-  if (named) gallery.fillClasses(app.about.classes);
-  if (named || pictured) {
+  if (isNew) {
+    gallery.fillClasses();
     gallery.render();
+    source.kept.clear(); // in which names and crops are missing
     if (app.own) await load(false);
   }
   const note = status.pixels.error;
@@ -320,57 +308,40 @@ const SPLITS = { train: "training", val: "validation", test: "test" };
 
 function fillSplits(splits) {
   const names = Object.keys(splits);
-  const count = (name) => splits[name].toLocaleString("en");
-  const options = names.map((name) => new Option(`${SPLITS[name]} (${count(name)})`, name));
+  const options = names.map((name) => new Option(`${SPLITS[name]} (${count(splits[name])})`, name));
   $("split").replaceChildren(...options);
   $("split").value = app.state.split;
   $("split-choice").hidden = names.length < 2;
 }
 
-function isDark() {
-  const { theme } = app.state;
-  return theme === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : theme === "dark";
-}
-
-/** Calls `act` with a control's new value. */
-function onChange(id, act, event = "change") {
-  $(id).addEventListener(event, () => act($(id).type === "checkbox" ? $(id).checked : $(id).value));
-}
-
 function listen() {
-  listenToKeys(app, grid, gallery);
-  for (const button of document.querySelectorAll("[data-show]")) {
-    button.addEventListener("click", () => app.set({ show: button.dataset.show }));
-  }
-  for (const button of document.querySelectorAll("[data-direction]")) {
-    button.addEventListener("click", () => setDirection(app, button.dataset.direction));
+  listenToKeys(app, gallery);
+  document.querySelector("main").addEventListener("click", ({ target }) => {
+    const changes = Object.entries(target.closest("button")?.dataset ?? {});
+    if (changes.length) app.set(Object.fromEntries(changes.map(([name, text]) => [name, parsed(text)])));
+  });
+  for (const name of CONTROLS) {
+    $(name).addEventListener(name === "opacity" ? "input" : "change", () => {
+      const { type, checked, value } = $(name);
+      const text = type === "checkbox" ? String(Number(checked)) : value;
+      const changes = { [name]: name === "student" ? text : parsed(text) };
+      if (["student", "split", "order", "class"].includes(name)) changes.page = 0;
+      if (name === "split") Object.assign(changes, { image: 0, view: 0 });
+      gallery.opens = name === "order" && value !== "id"; // the first of them
+      app.set(changes);
+    });
   }
   $("skip").addEventListener("click", (event) => {
     event.preventDefault(); // the address holds the state
     $("stage").focus();
   });
-  onChange("opacity", (value) => app.set({ opacity: Number(value) }), "input");
-  onChange("ellipse", (on) => app.set({ ellipse: Number(on) }));
-  onChange("scale", (on) => app.set({ scale: on ? "one" : "own" }));
-  onChange("floor", (on) => app.set({ floor: on ? "least" : "zero" }));
-  onChange("smooth", (on) => app.set({ smooth: Number(on) }));
-  onChange("explain", (value) => app.set({ explain: Number(value) }));
-  onChange("student", (student) => app.set({ student, page: 0 }));
-  onChange("split", (split) => app.set({ split, image: 0, view: 0, page: 0 }));
-  onChange("view", (value) => app.set({ view: Number(value) }));
-  $("image-back").addEventListener("click", () => gallery.next(-1));
-  $("image-on").addEventListener("click", () => gallery.next(1));
   $("help-button").addEventListener("click", () => $("help").showModal());
-  $("theme").addEventListener("click", () => {
-    app.set({ theme: isDark() ? "light" : "dark" });
-    document.documentElement.dataset.theme = app.state.theme;
+  $("json").addEventListener("click", () => {
+    save(new Blob([JSON.stringify(asJson(app))], { type: "application/json" }), fileName("json"));
   });
-  $("json").addEventListener("click", saveJson);
-  $("png").addEventListener("click", savePng);
-  $("link").addEventListener("click", async () => {
-    await navigator.clipboard.writeText(location.href);
-    $("link").textContent = "Copied";
-    setTimeout(() => ($("link").textContent = "Copy link"), 1500);
+  $("png").addEventListener("click", async () => {
+    const sheet = await composed([...$("panes").children]);
+    sheet.toBlob((blob) => save(blob, fileName("png")));
   });
   window.addEventListener("popstate", async () => {
     readAddress();
@@ -389,17 +360,6 @@ function fileName(ending) {
   return `${name}-block${layer}-head${head}-query${query}.${ending}`;
 }
 
-function saveJson() {
-  const text = JSON.stringify(asJson(app.state, app.own, app.compared));
-  save(new Blob([text], { type: "application/json" }), fileName("json"));
-}
-
-function savePng() {
-  const where = `${$("title").textContent}. Block ${app.state.layer}, head ${app.state.head}.`;
-  const canvas = composed(stage.shown, `${where} ${$("says").textContent}`);
-  canvas.toBlob((blob) => save(blob, fileName("png")));
-}
-
 async function open() {
   listen();
   try {
@@ -408,12 +368,10 @@ async function open() {
     fail(error);
     return;
   }
-  const { about, state } = app;
+  const { about } = app;
   setColours(about.colours);
-  stage.setColours();
-  const kind = about.k ? `${about.kind}, k = ${about.k}` : about.kind;
-  app.named = `${ending(about.title)} · ${kind}`;
-  document.querySelector("#gallery .choices").hidden ||= !about.labelled; // nothing to order by
+  paint($("bar"), Float32Array.from({ length: 256 }, (_, i) => i), [1, 256], [0, 255]);
+  $("choices").hidden ||= !about.labelled; // nothing to order by
   $("about").title = about.title;
   $("student").append(...about.students.map((name) => new Option(name, name)));
   if (!about.stored) $("student").remove(0); // "none"
@@ -424,8 +382,7 @@ async function open() {
   Object.assign(DEFAULTS, about.start, { split: about.split });
   if (!about.stored) DEFAULTS.student = about.students[0] ?? "";
   readAddress();
-  document.documentElement.dataset.theme = state.theme;
-  gallery.fillClasses(about.classes);
+  gallery.fillClasses();
   await watch();
   await load(false);
   document.documentElement.dataset.ready = "true";

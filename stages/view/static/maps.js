@@ -3,8 +3,8 @@
 // key. Class and register tokens come first, then the patches of a grid of h x w, row by row.
 
 export class Maps {
-  constructor(header, maps, gaussians) {
-    Object.assign(this, { header, gaussians });
+  constructor(header, { maps, gaussians, kl }) {
+    Object.assign(this, { header, gaussians, kl });
     this.values = maps.values;
     this.layers = header.layers;
     this.heads = header.heads;
@@ -67,38 +67,30 @@ export class Maps {
   /** The Gaussian of a query, [mean_x, mean_y, std_x, std_y]; null where there is none. */
   gaussian(layer, head, query) {
     if (!this.gaussians || typeof head !== "number" || typeof query !== "number") return null;
-    const r = (layer * this.heads + head) * this.tokens + query;
-    return Array.from(this.gaussians.values.subarray(4 * r, 4 * r + 4));
+    const place = 4 * ((layer * this.heads + head) * this.tokens + query);
+    return Array.from(this.gaussians.values.subarray(place, place + 4));
+  }
+
+  /** KL from the teacher's map, in nats: mean over the heads and queries that are chosen, each a
+   * number or "mean"; null where there is none. */
+  divergence(layer, head, query) {
+    if (!this.kl || !this.header.compared[layer]) return null;
+    const heads = head === "mean" ? [...Array(this.heads).keys()] : [head];
+    const queries = query === "mean" ? [...Array(this.tokens).keys()] : [query];
+    const chosen = heads.flatMap((one) =>
+      queries.map((q) => this.kl.values[(layer * this.heads + one) * this.tokens + q]),
+    );
+    return heads.every(Number.isInteger) ? chosen.reduce((sum, kl) => sum + kl) / chosen.length : null;
   }
 }
 
 /** The stored maps that a student is compared with, block by block of the student. */
 export class ComparedMaps extends Maps {
-  constructor(header, teacher) {
-    super({ ...header, explains: false, numbers: {} }, teacher);
+  constructor(header, maps) {
+    super({ ...header, explains: false, numbers: {} }, { maps });
   }
 
   has(layer) {
     return this.header.compared[layer];
   }
-}
-
-const TINY = 1.1754943508222875e-38;
-
-/** KL of own rows from the teacher's, teacher first, in nats: mean over the heads and queries that
- * are chosen, each a number or "mean". */
-export function divergence(own, teacher, layer, head, query) {
-  if (!teacher?.has(layer) || head === "rollout" || head === "gradient") return null;
-  const heads = head === "mean" ? [...Array(own.heads).keys()] : [head];
-  const size = own.tokens;
-  const [first, last] = query === "mean" ? [0, size] : [query, query + 1];
-  let sum = 0;
-  for (const one of heads) {
-    const p = teacher.map(layer, one);
-    const q = own.map(layer, one);
-    for (let i = first * size; i < last * size; i++) {
-      sum += p[i] * (Math.log(Math.max(p[i], TINY)) - Math.log(Math.max(q[i], TINY)));
-    }
-  }
-  return sum / heads.length / (last - first);
 }

@@ -1,12 +1,30 @@
 // Where numbers come from: the server, or the page itself (gaupipe view --html).
 
-import { decoded, unpack } from "./wire.js";
+const TYPES = { float16: globalThis.Float16Array, float32: Float32Array };
+
+/** {header, arrays} of a message (pack in stages/view/viewer.py): each array has `values`, flat, and
+ * `shape`. */
+export function unpack(buffer) {
+  let at = 4 + new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(buffer.slice(4, at)));
+  const arrays = {};
+  for (const [name, [dtype, shape, bytes]] of Object.entries(header.arrays)) {
+    const stored = new TYPES[dtype](buffer.slice(at, at + bytes));
+    arrays[name] = { shape, values: new Float32Array(stored) };
+    at += bytes;
+  }
+  return { header, arrays };
+}
 
 /** Parts of a state, as a server reads them. */
 const asked = (state, ...names) => new URLSearchParams(names.map((name) => [name, state[name]]));
 
 class Server {
   offline = false;
+  /** Promises of messages by address, the latest last. */
+  kept = new Map();
+  /** As many as four images have. */
+  most = 8;
 
   async ask(path, options) {
     let answer;
@@ -24,8 +42,14 @@ class Server {
     return (await this.ask(path)).json();
   }
 
-  async message(path) {
-    return unpack(await (await this.ask(path)).arrayBuffer());
+  message(path) {
+    const message =
+      this.kept.get(path) ?? this.ask(path).then(async (answer) => unpack(await answer.arrayBuffer()));
+    this.kept.delete(path);
+    this.kept.set(path, message);
+    message.catch(() => this.kept.delete(path));
+    if (this.kept.size > this.most) this.kept.delete(this.kept.keys().next().value);
+    return message;
   }
 
   async about() {
@@ -64,11 +88,9 @@ class Server {
   }
 }
 
-/** What is under a name or, without one, first. */
-const named = (all, name) => all[name] ?? Object.values(all)[0];
-
 class Embedded {
   offline = true;
+  kept = new Map();
 
   constructor(page) {
     this.page = page;
@@ -86,11 +108,7 @@ class Embedded {
   async gallery({ student }) {
     const ids = Object.keys(this.page.images).map(Number);
     const items = await Promise.all(
-      ids.map(async (id) => {
-        const { header } = await this.image({ image: id, view: 0, student });
-        const { label, predicted, probability, title } = header;
-        return { id, label, predicted, probability, title };
-      }),
+      ids.map(async (id) => ({ ...(await this.image({ image: id, view: 0, student })).header, id })),
     );
     return { items, total: items.length, page: 0, size: items.length };
   }
@@ -102,16 +120,22 @@ class Embedded {
     throw new Error(`This page has only the images ${ids}, not image ${image}.`);
   }
 
-  async image({ image, view, student }) {
-    return unpack(decoded(named(this.found(image).maps, student)[view]));
+  /** A message of a student or, where the page has none of that name, the first. */
+  async message(messages, { view, student }) {
+    const [first] = Object.values(messages);
+    return unpack(Uint8Array.fromBase64((messages[student] ?? first)[view]).buffer);
   }
 
-  async relevance({ image, view, student }) {
-    return unpack(decoded(named(this.found(image).relevance, student)[view]));
+  async image(state) {
+    return this.message(this.found(state.image).maps, state);
+  }
+
+  async relevance(state) {
+    return this.message(this.found(state.image).relevance, state);
   }
 
   pixels({ image, view }) {
-    return this.found(image).pixels[view];
+    return this.page.images[image]?.pixels[view] ?? "";
   }
 }
 

@@ -13,13 +13,11 @@ export const DEFAULTS = {
   show: "student", // whose maps the grid of heads shows, beside a student
   opacity: 0.5,
   smooth: 0,
-  floor: "zero", // or "least": where the colours begin
-  scale: "own", // or "one": one colour scale for all heads
-  ellipse: 1,
+  floor: 0, // 1: colours begin at the least weight
+  scale: 0, // 1: one colour scale for all heads
   order: "id",
   class: "",
   page: 0,
-  theme: "auto",
 };
 
 const WORDS = {
@@ -28,23 +26,22 @@ const WORDS = {
   query: ["mean"],
   direction: ["from", "to"],
   show: ["student", "teacher"],
-  floor: ["zero", "least"],
-  scale: ["own", "one"],
   order: ["id", "wrong", "sure", "unsure"],
-  theme: ["auto", "light", "dark"],
 };
+
+/** A value as an address or a control says it: a number where it is one. */
+export const parsed = (text) => (/^\d{1,9}(\.\d{1,3})?$/.test(text) ? Number(text) : text);
 
 /** The state that an address says; what it does not say, or says wrongly, is the default. */
 export function parseState(hash, start = {}) {
   const state = { ...DEFAULTS, ...start };
   for (const [name, text] of new URLSearchParams(hash.replace(/^#/, ""))) {
-    if (!(name in DEFAULTS)) continue;
-    const isNumber = /^\d{1,9}(\.\d{1,3})?$/.test(text);
+    if (!Object.hasOwn(DEFAULTS, name)) continue;
+    const value = parsed(text);
     const isExtra = name === "query" && /^x\d{1,2}$/.test(text); // a class or register token
-    if (WORDS[name]?.includes(text) || name === "student" || isExtra) state[name] = text;
-    else if (isNumber && (typeof DEFAULTS[name] === "number" || ["head", "query", "class"].includes(name))) {
-      state[name] = Number(text);
-    }
+    const takesNumbers = typeof DEFAULTS[name] === "number" || ["head", "query", "class"].includes(name);
+    if (name === "student" || isExtra || WORDS[name]?.includes(text)) state[name] = text;
+    else if (typeof value === "number" && takesNumbers) state[name] = value;
   }
   return state;
 }
@@ -58,20 +55,20 @@ export function formatState(state) {
   return `#${said}`;
 }
 
+/** The patch in the middle of a grid. */
+export const middle = ([h, w]) => Math.floor(h / 2) * w + Math.floor(w / 2);
+
 /** The nearest state that a store can show. */
 export function fitState(state, about, maps) {
   const within = (value, size) => Math.min(Math.max(Math.round(value), 0), size - 1);
   state.view = within(state.view, about.views);
   state.layer = within(state.layer, maps.layers);
+  state.opacity = Math.min(Math.max(state.opacity, 0), 1);
   if (typeof state.head === "number") state.head = within(state.head, maps.heads);
-  if (typeof state.query === "number") state.query = within(state.query, maps.tokens);
-  const isToken = (query) => typeof query === "string" && maps.row(query) < maps.extra.length;
+  if (!maps.columns.includes(state.head)) state.head = "mean";
   for (const query of [DEFAULTS.query, "mean"]) {
-    const known = typeof state.query === "number" || state.query === "mean" || isToken(state.query);
-    if (!known) state.query = query;
+    if (typeof state.query === "number") state.query = within(state.query, maps.tokens);
+    else if (state.query !== "mean" && !(maps.row(state.query) < maps.extra.length)) state.query = query;
   }
   if (state.query === "mean") state.direction = "from";
-  if (!maps.columns.includes(state.head)) state.head = "mean";
-  state.opacity = Math.min(Math.max(state.opacity, 0), 1);
-  return state;
 }
