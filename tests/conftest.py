@@ -127,7 +127,7 @@ def browser():
         browser.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """Address of an S3 server with a bucket ``maps``."""
     with s3_server(tmp_path_factory.mktemp("s3")) as address:

@@ -5,17 +5,18 @@ import math
 import numpy as np
 from scipy.special import erfc
 
+NODES, PARTS = np.polynomial.legendre.leggauss(300)
+
 
 def weights_of_a_gaussian(m, s, n: int) -> np.ndarray:
     """Expected weights [..., n] of n keys of an axis for Gaussians with mean m and std s [...], in
     pixels: the integral of hat times density between each key and the next, in float64, and what
     lies beyond the borders."""
     m, s = (np.asarray(x, dtype=np.float64) for x in (m, s))
-    nodes, parts = np.polynomial.legendre.leggauss(300)
-    way = (nodes + 1) / 2  # from a key to the next
+    way = (NODES + 1) / 2  # from a key to the next
     u = np.arange(n - 1)[:, None] + way
     z = (u - m[..., None, None]) / s[..., None, None]
-    density = np.exp(-z * z / 2) / (s[..., None, None] * math.sqrt(2 * math.pi)) * parts / 2
+    density = np.exp(-z * z / 2) / (s[..., None, None] * math.sqrt(2 * math.pi)) * PARTS / 2
     weights = np.zeros((*m.shape, n))
     weights[..., :-1] += (density * (1 - way)).sum(-1)
     weights[..., 1:] += (density * way).sum(-1)

@@ -1,8 +1,9 @@
-"""Commands in this process, and what their runs leave."""
+"""Commands in this process or in new ones, and what their runs leave."""
 
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +27,44 @@ def end_of(*arguments, cwd=None) -> SystemExit:
 def run_main(*arguments, cwd=None) -> int:
     """The exit code of a command in this process."""
     return end_of(*arguments, cwd=cwd).code or 0
+
+
+FRESH = """
+import json, os, sys
+import sklearn.datasets, sklearn.model_selection, timm, torch._dynamo
+
+for folder, command in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        if isinstance(command, str):
+            exec(command, {"__name__": "__main__"})
+        else:
+            sys.argv = ["gaupipe", *command]
+            from stages.cli import main
+            main()
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        sys.exit(f"{command} ended with {code}")
+"""
+
+
+def in_new_processes(*commands: tuple[Path, list[str] | str]) -> str:
+    """Stdout of commands and of Python programs, one after the other, each in a folder and in a
+    process that nothing of gaupipe has been imported in; none may fail. They share the imports of
+    torch, timm and scikit-learn, which take seconds."""
+    told = json.dumps([(str(folder), command) for folder, command in commands])
+    done = subprocess.run([sys.executable, "-P", "-c", FRESH, told], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def named_like_packages(folder: Path) -> None:
+    """Puts modules of a user with the names of gaupipe's packages into a folder."""
+    (folder / "stages").mkdir()
+    for name in ("store.py", "stages/__init__.py"):
+        (folder / name).write_text("raise SystemExit('a module of the user')")
 
 
 def linked(folder: Path, copy: Path) -> Path:

@@ -1,5 +1,6 @@
 """The command line as a user meets it, with good and bad input."""
 
+import contextlib
 import io
 import json
 import os
@@ -17,37 +18,27 @@ from PIL import Image
 from arguments import sets, tiny
 from gaupipe import __version__
 from gaupipe.system import progress
-from runs import metrics
+from runs import in_new_processes, metrics, named_like_packages, run_main
 from stages import begin
 
 TINY = [*tiny(200, 50, 2), "phase_b.alpha=0.2", "phase_b.beta=0.1"]
 
 
-def gaupipe(*arguments, cwd, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "gaupipe", *map(str, arguments)],
-        cwd=cwd,
-        text=True,
-        capture_output=True,
-        timeout=300,
-        **options,
-    )
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A folder in which 'gaupipe run' has finished in the run directory 'run', and what it
-    printed."""
-    folder = tmp_path_factory.mktemp("cli")
-    return folder, gaupipe("run", "--run-dir", "run", *sets(*TINY), cwd=folder)
+    """A folder in which 'gaupipe run' has finished in the run directory 'run', and what it printed
+    on stdout and stderr."""
+    folder, out, err = tmp_path_factory.mktemp("cli"), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert run_main("run", "--run-dir", "run", *sets(*TINY), cwd=folder) == 0
+    return folder, out.getvalue(), err.getvalue()
 
 
 def test_run_prints_one_line_per_epoch_and_the_table(finished):
-    _, result = finished
-    assert result.returncode == 0, result.stderr
+    _, out, err = finished
     for label in ("teacher (phase A)", "standard, distilled", "standard, plain"):
-        assert label in result.stdout
-    lines = result.stderr.splitlines()
+        assert label in out
+    lines = err.splitlines()
     for label in ("phase A epoch", "standard epoch", "standard (plain) epoch"):
         assert [line for line in lines if line.startswith(label)][1].startswith(f"{label} 2/")
 
@@ -68,16 +59,19 @@ def test_run_leaves_the_contracted_files(finished):
         assert (run / name).exists()
 
 
-def test_the_student_loads_in_timm_without_gaupipe(finished):
-    folder = finished[0] / "run" / "phase_b" / "standard"
+def test_a_new_process_predicts_and_timm_loads_the_student_without_gaupipe(finished):
+    run = finished[0] / "run"
+    folder = run / "phase_b" / "standard"
+    Image.new("L", (8, 8)).save(finished[0] / "picture.png")
     script = (
         "import sys, timm, torch;"
         f"m = timm.create_model('local-dir:{folder / 'student'}', pretrained=True);"
         "assert not any(n.startswith('gaupipe.') for n in sys.modules);"
         "print(m(torch.zeros(1, 1, 8, 8)).sum().item())"
     )
-    result = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, cwd="/")
-    assert result.returncode == 0, result.stderr
+    predict = ["predict", "run", "picture.png"]  # where timm does not know the model yet
+    said = in_new_processes((run.parent, predict), (run.parent, script)).splitlines()
+    assert len(said) == 3 and said[0].startswith("path,") and said[1].startswith("picture.png,")
     state = torch.load(folder / "checkpoint" / "state.pt", weights_only=True)["modules"]
     loaded = timm.create_model(f"local-dir:{folder / 'student'}", pretrained=True)
     wrong = [name for name, one in loaded.state_dict().items() if not torch.equal(state[name], one)]
@@ -85,25 +79,25 @@ def test_the_student_loads_in_timm_without_gaupipe(finished):
 
 
 def test_running_again_changes_nothing_and_prints_the_same_table(finished, in_process):
-    folder, first = finished
+    folder, first, _ = finished
 
     def times():
         return {path: path.stat().st_mtime_ns for path in (folder / "run/maps.zarr").rglob("*")}
 
     before = times()
     code, out, _ = in_process("run", "--run-dir", "run", *sets(*TINY), cwd=folder)
-    assert code == 0 and out == first.stdout and times() == before
+    assert code == 0 and out == first and times() == before
 
 
 def test_evaluate_agrees_with_the_metrics(finished, in_process):
-    folder, _ = finished
+    folder = finished[0]
     scores = json.loads(in_process("evaluate", "--run-dir", "run", "--json", cwd=folder)[1])
     assert scores["top1"] == metrics(folder / "run/phase_b/standard/metrics.jsonl")[-1]["val_acc"]
     assert scores["images"] == 360 and "top5" not in scores  # of ten classes
 
 
 def test_inspect(finished, in_process):
-    folder, _ = finished
+    folder = finished[0]
     summary = json.loads(in_process("inspect", "run/maps.zarr", "--json", cwd=folder)[1])
     assert (summary["kind"], summary["images"], summary["complete"]) == ("embedding", 200, True)
     lines = in_process("inspect", "run/maps.zarr", cwd=folder)[1].splitlines()
@@ -129,7 +123,8 @@ def test_without_a_command_there_is_help(tmp_path, in_process):
 
 
 def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(tmp_path):
-    result = gaupipe("run", *sets("phase_b.epoch=1"), cwd=tmp_path)
+    command = [sys.executable, "-m", "gaupipe", "run", *sets("phase_b.epoch=1")]
+    result = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
     assert (result.returncode, result.stdout) == (2, "")
     meant = "'phase_b.epochs' or 'train.epochs'"
     said = f"gaupipe: --set: unknown setting 'phase_b.epoch'; did you mean {meant}?\n"
@@ -147,53 +142,14 @@ def modules_imported(command: list[str], **options) -> tuple[str, set[str]]:
     }
 
 
-BEGINS = """
-import os, sys
+ENDS = """
+import os, shlex, sys
 from stages.cli import hints, main
 
 def say(line):
-    sys.exit(f"{line} {os.environ['OMP_WAIT_POLICY']}, {'torch' in sys.modules}")
+    sys.exit(f"{line} {os.environ['OMP_WAIT_POLICY']}")
 
 hints.say = say
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "run",
-        "phase-a",
-        "export-maps",
-        "phase-b --name x",
-        "train",
-        "compare",
-        "plan",
-        "evaluate",
-        "predict",
-        "export-student",
-        "publish --out new",
-        "inspect",
-        "view",
-        "verify --teacher",
-    ],
-)
-def test_a_command_says_what_begins_before_it_imports_torch(run, command):
-    where = ["--run-dir", run] if command != "predict" else [run, run / "config.yaml"]
-    done = subprocess.run(
-        [sys.executable, "-c", BEGINS, *command.split(), *where],
-        text=True,
-        capture_output=True,
-        check=False,
-        cwd=run.parent,
-    )
-    assert done.stderr.endswith(" ... PASSIVE, False\n"), done.stderr
-
-
-REFUSES = """
-import shlex, sys
-from stages.cli import main
-
 for line in sys.argv[1:]:
     sys.argv = ["gaupipe", *shlex.split(line)]
     try:
@@ -201,6 +157,30 @@ for line in sys.argv[1:]:
     except SystemExit as end:
         print(end.code, "torch" in sys.modules, flush=True)
 """
+
+
+def ends_without_torch(commands, cwd) -> tuple[list[str], list[str]]:
+    """How commands end that are refused, or that say what begins: with which code or words, and
+    what is on stderr. All in one process: the first that imported torch would show."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, *commands], text=True, capture_output=True, cwd=cwd
+    )
+    ends = [line.rpartition(" ") for line in done.stdout.splitlines()]
+    assert [torch for _, _, torch in ends] == ["False"] * len(commands), done.stderr
+    return [end for end, _, _ in ends], done.stderr.splitlines()
+
+
+def test_a_command_says_what_begins_before_it_imports_torch(run):
+    commands = [
+        *("run", "phase-a", "export-maps", "phase-b --name x", "train", "compare", "plan"),
+        *("evaluate", "export-student", "publish --out new", "inspect", "view"),
+        "verify --teacher",
+    ]
+    commands = [f"{command} --run-dir {run}" for command in commands]
+    commands.append(f"predict {run} {run / 'config.yaml'}")
+    ends, err = ends_without_torch(commands, run.parent)
+    assert all(end.endswith(" ... PASSIVE") for end in ends) and err == []
+
 
 ABSENT = {
     "run --data absent": "--data absent: no such folder; it should hold",
@@ -236,16 +216,11 @@ ABSENT = {
 
 
 def test_a_path_that_is_not_there_is_refused_before_torch_is_imported(small_run, tmp_path):
-    """All in one process: the first that imported torch would show."""
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").touch()
     commands = [command.replace("RUN", str(small_run)) for command in ABSENT]
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSES, *commands], text=True, capture_output=True, cwd=tmp_path
-    )
-    assert done.stdout.splitlines() == ["2 False"] * len(ABSENT), done.stderr
-    said = done.stderr.splitlines()
-    assert len(said) == len(ABSENT)
+    ends, said = ends_without_torch(commands, tmp_path)
+    assert ends == ["2"] * len(ABSENT), said
     for line, message in zip(said, ABSENT.values(), strict=True):
         assert line.startswith("gaupipe: ") and message in line
     assert [path.name for path in tmp_path.iterdir()] == ["photos"]
@@ -287,19 +262,12 @@ def test_a_long_job_in_a_pipe_says_how_far_it_is(
     assert re.search(r"^[\w.]+: 100%, [\d.e+]+ images/s$", err, re.MULTILINE), err
 
 
-def test_a_training_says_what_it_does_and_what_may_follow(tmp_path):
+def test_a_training_says_what_it_does_and_what_may_follow(tmp_path, capfd):
     command = ["train", "digits", "--student", "xsa", *sets(*TINY, "train.epochs=1")]
-    result = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "gaupipe", *command],
-        text=True,
-        capture_output=True,
-        cwd=tmp_path,
-    )
-    begins, _, rest = result.stderr.partition(
-        "gaupipe: training: digits, gauvit_pico_patch2_8, attention xsa, into runs/digits/plain/xsa"
-    )
-    said = [line for line in rest.splitlines() if not line.startswith("import time")]
-    assert " torch\n" not in begins and " torch\n" in rest
+    assert run_main(*command, cwd=tmp_path) == 0
+    said = capfd.readouterr().err.splitlines()
+    into = "digits, gauvit_pico_patch2_8, attention xsa, into runs/digits/plain/xsa"
+    assert said[0] == f"gaupipe: training: {into} ..."
     assert said[1].startswith("xsa (plain): 200 images, 10 classes, ")
     assert said[1].endswith(" parameters, cpu, float32, epochs 1 to 1")
     assert said[-2:] == [
@@ -336,18 +304,11 @@ def test_the_shell_completes_without_torch(tmp_path, line, offered):
     assert "stages.cli.program" in imported and not imported & {"torch", "timm", "numpy"}
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["python", "torchrun"])
-def test_the_package_runs_as_a_module_beside_files_of_the_same_names(tmp_path, launcher):
+def test_the_package_runs_as_a_module_beside_files_of_the_same_names(tmp_path):
     """The users' own store.py and stages/ are not taken for those of gaupipe."""
-    (tmp_path / "stages").mkdir()
-    for name in ("store.py", "stages/__init__.py"):
-        (tmp_path / name).write_text("raise SystemExit('a module of the user')")
-    run = [sys.executable, *launcher, "-m", "gaupipe"]
-    options = dict(text=True, capture_output=True, cwd=tmp_path)
-    answer = subprocess.run([*run, "evaluate", "--run-dir", "absent"], **options)
+    named_like_packages(tmp_path)
+    command = [sys.executable, "-m", "gaupipe", "evaluate", "--run-dir", "absent"]
+    answer = subprocess.run(command, text=True, capture_output=True, cwd=tmp_path)
     said = [line for line in answer.stderr.splitlines() if line.startswith("gaupipe: ")]
     mistakes = [line for line in said if not line.endswith(" ...")]
     assert len(mistakes) == 1 and "absent is not a run directory" in mistakes[0], answer.stderr

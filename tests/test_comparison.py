@@ -314,7 +314,7 @@ def compared(tmp_path_factory):
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setenv("COLUMNS", "80")
-        assert run_main(*compare(folder, "--sweep", sweep, "--jobs", 2)) == 0
+        assert run_main(*compare(folder, "--sweep", sweep)) == 0
     return folder, sweep, printed.getvalue()
 
 

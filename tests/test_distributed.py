@@ -23,7 +23,7 @@ from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from killing import KILLED, AtFile, until_it_ends
 from pictures import write_idx
-from runs import results
+from runs import named_like_packages, results
 from worlds import assert_close, command, in_world
 
 GAUPIPE = str(Path(sys.executable).with_name("gaupipe"))
@@ -335,15 +335,29 @@ def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     assert_close(results(tmp_path / "killed"), results(tmp_path / "unbroken"), 1e-5)
 
 
-@pytest.mark.parametrize("program", [["--no-python", GAUPIPE], ["-m", "gaupipe"]])
-def test_torchrun_starts_the_ranks(tmp_path, program):
-    overrides = sets(*TINY, "phase_a.max_epochs=1")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
-    command = [sys.executable, *torchrun, "phase-a", "digits", *overrides]
-    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run"),
+    *("--standalone", "--nproc-per-node", "2"),
+]
+
+
+def test_torchrun_starts_the_ranks_of_the_package(tmp_path):
+    """Also beside a user's own store.py and stages/."""
+    named_like_packages(tmp_path)
+    program = ["-m", "gaupipe", "phase-a", "digits", *sets(*TINY, "phase_a.max_epochs=1")]
+    done = subprocess.run([*TORCHRUN, *program], cwd=tmp_path, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "runs/digits"
     assert done.stderr.count("phase A epoch 1/1") == 1
+    assert "a module of the user" not in done.stderr
+
+
+def test_torchrun_starts_the_ranks_of_the_command(tmp_path):
+    program = ["--no-python", GAUPIPE, "evaluate", "--run-dir", "absent"]
+    done = subprocess.run([*TORCHRUN, *program], cwd=tmp_path, text=True, capture_output=True)
+    said = [line for line in done.stderr.splitlines() if line.startswith("gaupipe: ")]
+    [mistake] = [line for line in said if not line.endswith(" ...")]
+    assert "absent is not a run directory" in mistake
 
 
 FAILS = """
@@ -364,8 +378,7 @@ cli.main()
 def test_torchrun_ends_when_one_rank_fails(tmp_path):
     """torchrun kills the others as soon as one has ended."""
     (tmp_path / "fails.py").write_text(FAILS)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "fails.py"]
-    command = [sys.executable, *torchrun, "phase-a", "digits", *sets(*TINY)]
+    command = [*TORCHRUN, "fails.py", "phase-a", "digits", *sets(*TINY)]
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, env=environment)

@@ -3,11 +3,10 @@ in an empty folder, with short trainings."""
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from arguments import sets
+from runs import in_new_processes
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = ("gaupipe view", "gaupipe train --data photos")  # a server; images that nobody has
@@ -21,27 +20,36 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def shortened(command: list[str]) -> list[str]:
-    """What makes a training short: an epoch, of the few garments that the tests make."""
-    setting = "baseline.epochs=1" if command[1] == "train" else "train.epochs=1"
-    more = ["--set", setting] if command[1] in ("run", "train", "phase-b") else []
-    return [*more, "--set", "data.train_images=null"] if "fashion_mnist_plain" in command else more
+    """What makes a training short: an epoch, of few digits, or of the garments that the tests
+    make."""
+    name, *more = command
+    changes = {
+        "run": ["phase_a.max_epochs=1", "train.epochs=1"],
+        "train": ["baseline.epochs=1"],
+        "phase-a": ["phase_a.max_epochs=1"],
+        "phase-b": ["train.epochs=1"],
+    }.get(name, [])
+    if "fashion_mnist_plain" in more:
+        changes.append("data.train_images=null")
+    elif name in ("run", "train", "phase-a"):
+        changes.append("data.train_images=200")
+    return [*command, *sets(*changes)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
-def test_the_commands_of_a_page_work_in_order(tmp_path, page):
-    ran = 0
-    for language, code in blocks(page):
-        if language == "python":
-            commands = [[sys.executable, "-c", code]]
-        else:
+def test_the_commands_of_a_page_work_in_order(tmp_path):
+    commands = []
+    for page in ("README.md", "docs/quickstart.md"):
+        folder = tmp_path / Path(page).stem
+        folder.mkdir()
+        before = len(commands)
+        for language, code in blocks(page):
+            if language == "python":
+                commands.append((folder, code))
+                continue
             code = code.replace("&& .venv/bin/", "\n")  # README's first line, without the venv
             lines = [line for line in code.splitlines() if line.startswith("gaupipe ")]
             lines = [line for line in lines if not line.startswith(LEFT_OUT)]
-            words = [shlex.split(line, comments=True) for line in lines]
-            commands = [[sys.executable, "-m", *line, *shortened(line)] for line in words]
-        for command in commands:
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-            assert done.returncode == 0, f"{command}\n{done.stderr}"
-            ran += 1
-    assert ran >= 6
+            words = [shlex.split(line, comments=True)[1:] for line in lines]
+            commands += [(folder, shortened(command)) for command in words]
+        assert len(commands) >= before + 6, page
+    in_new_processes(*commands)

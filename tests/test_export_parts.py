@@ -1,19 +1,14 @@
 """``export-maps --part I/N``: processes that know nothing of each other write one store."""
 
-import random
-import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
+import numpy as np
 import pytest
 
 import store
 from damage import contents
 from exports import SHARD_MB, exported
-from killing import FORKS
+from killing import FORKS, KILLED, InWrite, exit_code
 from stages import export
 from store.files import Files
 
@@ -146,19 +141,11 @@ def test_parts_on_object_storage(trained, run, s3, tmp_path):
     assert set(Files(url).list()) == set(whole)
 
 
-@pytest.mark.long
 def test_parts_that_are_killed_lose_nothing(trained, run):
-    call = [sys.executable, "-m", "gaupipe", "export-maps", "--run-dir", str(run)]
-    draw = random.Random()
-    for kill in range(12):
-        part = [*call, "--shard-mb", str(SHARD_MB), "--part", f"{kill % 3 + 1}/3"]
-        process = subprocess.Popen(part, stderr=subprocess.PIPE, text=True)
-        for line in process.stderr:
-            if re.match("export: .* part ", line):
-                break
-        time.sleep(draw.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    draw = np.random.default_rng()
+    for number in (1, 2, 3, 1, 2, 3):  # of some six shards each, of two writes
+        kill = InWrite(draw.integers(0, 6).item())
+        assert exit_code(write_part, run, number, 3, kill=kill) in KILLED
     for number in (1, 2, 3):
         write_part(run, number, 3)
     assert files(run / "maps.zarr") == files(trained / "maps.zarr")

@@ -88,9 +88,8 @@ def test_a_configuration_says_what_it_says_and_the_rest_follows_the_teacher(
         "train": {"epochs": 2},
         "threads": 1,
     }
-    for start in (None, "none"):
-        if start:
-            tree["phase_b"] = {"warm_start": start}
+    for start in ("none", None):
+        tree["phase_b"] = {"warm_start": start} if start else {}
         (tmp_path / "c.yaml").write_text(str(tree))
         run = tmp_path / f"run-{start}"
         command = ["run", tmp_path / "c.yaml", "--teacher", vit, "--run-dir", run]
@@ -100,7 +99,7 @@ def test_a_configuration_says_what_it_says_and_the_rest_follows_the_teacher(
         phase = RunDirectory(run).settings().phase_b
         assert (phase.warm_start, phase.head_map) == (start or "slice", "mean")
         assert RunDirectory(run).settings().export.views == 2
-        assert in_process(*command)[0] == 0  # the same choices
+    assert in_process(*command)[0] == 0  # the same choices
 
 
 @pytest.mark.parametrize(

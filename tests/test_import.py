@@ -13,6 +13,8 @@ import pytest
 from gaupipe.system.imports import pip_install
 
 BUILD = """
+import store
+assert store.Schema
 model = timm.create_model("vit_tiny_patch16_224", attn_layer="gau_belief", depth=1)
 print(type(model.blocks[0].attn).__name__, timm.is_model("gauvit_pico_patch2_8"))
 """
@@ -24,29 +26,31 @@ def python(*command, cwd, **options) -> subprocess.CompletedProcess:
     )
 
 
-def test_timm_knows_the_names_in_a_package_that_runs_as_a_module(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "__init__.py").write_text("import gaupipe\n")
-    (tmp_path / "mine" / "train.py").write_text(f"import timm\n{BUILD}")
-    done = python("-m", "mine.train", cwd=tmp_path)
+@pytest.mark.parametrize(
+    "files, started",
+    [
+        (
+            {
+                "mine/__init__.py": "import gaupipe.attention.base\n",
+                "mine/train.py": f"import timm\n{BUILD}",
+            },
+            ["-m", "mine.train", "-m", "gaupipe"],
+        ),
+        ({"gaupipe": f"import timm\nimport gaupipe\n{BUILD}"}, ["gaupipe", "-m", "gaupipe"]),
+        ({}, ["-c", f"import gaupipe.data.images, timm\n{BUILD}", "-m", "gaupipe"]),
+    ],
+    ids=["a package run as a module", "a script called gaupipe, after timm", "-c"],
+)
+def test_timm_knows_the_names_however_a_program_starts(tmp_path, files, started):
+    """Any module of gaupipe can be the first that a program imports, and options of the program are
+    its own, whatever they are called. A folder ``store`` that holds no module is in nobody's way:
+    Python prefers a package further down its path."""
+    (tmp_path / "store").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    done = python(*started, cwd=tmp_path)
     assert done.stdout == "BeliefAttention True\n", done.stderr
-
-
-def test_timm_knows_the_names_in_a_program_called_gaupipe_that_has_timm_already(tmp_path):
-    (tmp_path / "gaupipe").write_text(f"import timm\nimport gaupipe\n{BUILD}")
-    done = python("gaupipe", cwd=tmp_path)
-    assert done.stdout == "BeliefAttention True\n", done.stderr
-
-
-@pytest.mark.parametrize("module", ["gaupipe.attention.base", "gaupipe.data.images"])
-@pytest.mark.parametrize("started", [["-c"], ["train.py"]])
-def test_any_module_can_be_the_first_that_a_program_imports(tmp_path, module, started):
-    """Options of the program are its own, whatever they are called."""
-    known = f"import {module}, timm; print(timm.is_model('gauvit_pico_patch2_8'))"
-    (tmp_path / "train.py").write_text(known)
-    code = [known] if started == ["-c"] else []
-    done = python(*started, *code, "-m", "gaupipe", cwd=tmp_path)
-    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.parametrize("name", ["store.py", "stages/__init__.py"])
@@ -65,13 +69,6 @@ def test_a_file_of_the_user_in_the_place_of_a_package_is_named(tmp_path, name, s
         f"ImportError: {mine} is in the way of gaupipe's package {package!r}: rename it, or move "
         "the script that imports gaupipe to another folder"
     )
-
-
-def test_a_folder_of_the_user_without_modules_is_in_nobodys_way(tmp_path):
-    """Python prefers a package further down its path to a folder that is none."""
-    (tmp_path / "store").mkdir()
-    (tmp_path / "train.py").write_text("import gaupipe, store; print(store.Schema.__name__)")
-    assert python("train.py", cwd=tmp_path).stdout == "Schema\n"
 
 
 def test_the_command_that_adds_an_extra_works_where_gaupipe_is_a_clone(tmp_path, monkeypatch):

@@ -54,11 +54,16 @@ def test_models_have_the_published_number_of_parameters(name, kwargs, millions):
     assert round(parameters(name, **kwargs) / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize("mlp_layer", [Mlp, GluMlp, SwiGLUPacked, SwiGLU, GatedMlp])
+@pytest.mark.parametrize(
+    "attention, mlp_layer",
+    [
+        *(("belief2", layer) for layer in (Mlp, GluMlp, SwiGLUPacked, SwiGLU, GatedMlp)),
+        ("belief_star", Mlp),
+    ],
+)
 @pytest.mark.parametrize(
     "options", [{}, {"proj_bias": False}, {"scale_mlp_norm": True, "qk_norm": True}], ids=str
 )
-@pytest.mark.parametrize("attention", ["belief_star", "belief2"])
 def test_match_params_measures_the_ffn_that_the_model_has(mlp_layer, options, attention):
     """SwiGLU has three matrices, a normalisation adds to a hidden unit, and some have no biases."""
     sizes = dict(mlp_layer=mlp_layer, mlp_ratio=4, **options)

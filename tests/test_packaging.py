@@ -75,7 +75,10 @@ def environment(folder: Path, *options: object) -> Path:
     return python
 
 
-FIND = "import gaupipe, stages, store; print(*(p.__file__ for p in (gaupipe, stages, store)))"
+FIND = (
+    "from importlib.util import find_spec;"
+    "print(*(find_spec(name).origin for name in ('gaupipe', 'stages', 'store')))"
+)
 ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

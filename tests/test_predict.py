@@ -5,8 +5,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -142,8 +140,7 @@ def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, mo
     assert [bool(row["problem"]) for row in rows] == [False] * 3 + [True]
     assert {row["class2"] for row in rows[:3]} <= set(NAMES)
     picture = pictures / "a" / "3.png"
-    alone = [sys.executable, "-m", "gaupipe", "predict", student, picture]  # timm knows the model
-    assert subprocess.run(alone, capture_output=True, text=True).stdout.count("\n") == 2
+    assert in_process("predict", student, picture)[1].count("\n") == 2
     for out in ("p.csv", "p.json"):
         assert in_process("predict", student, picture, "--out", tmp_path / out)[0] == 0
     assert json.loads((tmp_path / "p.json").read_text())[0]["path"] == str(picture)

@@ -1,12 +1,12 @@
 """An attention of the user's own, without a fork."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import timm
 import torch
+from timm.models import vision_transformer
 
 import gaupipe
 from arguments import sets, tiny
@@ -28,33 +28,44 @@ gaupipe.register("residual", Residual)
 """
 
 
-def command(*arguments, cwd):
-    words = [sys.executable, "-m", "gaupipe", *map(str, arguments)]
-    return subprocess.run(words, cwd=cwd, text=True, capture_output=True)
+@pytest.fixture
+def in_new_process(in_process, tmp_path):
+    """As ``in_process``, but what a command registers is forgotten as it ends."""
+
+    def call(*arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ATTENTION, "data", {**ATTENTION.data})
+            patch.setattr(vision_transformer, "ATTN_LAYERS", {**vision_transformer.ATTN_LAYERS})
+            patch.setitem(sys.modules, "mine", None)
+            return in_process(*arguments, cwd=tmp_path)
+
+    return call
 
 
-def test_an_imported_attention_is_trained_and_its_folder_says_what_is_missing(tmp_path):
+def test_an_imported_attention_is_trained_and_its_folder_says_what_is_missing(
+    in_new_process, tmp_path
+):
     (tmp_path / "mine.py").write_text(MINE)
     mine = ("--import", "mine.py")
     settings = sets(*tiny(100, 50, 2), "train.epochs=1")
-    done = command(*mine, "train", "--student", "Residual", *settings, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, _, err = in_new_process(*mine, "train", "--student", "Residual", *settings)
+    assert code == 0, err
     student = tmp_path / "runs/digits/plain/residual/student"
     assert "residual" in json.dumps(json.loads((student / "config.json").read_text()))
-    done = command(*mine, "evaluate", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    without = command("evaluate", cwd=tmp_path)
-    assert without.returncode == 2 and "residual" in without.stderr.splitlines()[-1]
+    code, _, err = in_new_process(*mine, "evaluate", "--json")
+    assert code == 0, err
+    code, _, err = in_new_process("evaluate")
+    assert code == 2 and "residual" in err.splitlines()[-1]
 
 
-def test_the_processes_of_a_comparison_know_an_imported_attention(tmp_path):
+def test_the_processes_of_a_comparison_know_an_imported_attention(in_new_process, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     settings = sets(*tiny(100, 50, 1, depth=1))
     rows = ("--seeds", 0, "--row", "plain ViT, residual", "--jobs", 2)
     compare = ("--import", "mine.py", "compare", "--students", "residual", *rows, "--json")
-    done = command(*compare, *settings, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
+    code, out, err = in_new_process(*compare, *settings)
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
     assert [len(row["runs"]) for row in rows] == [1, 1] and not any(row["failed"] for row in rows)
 
 
