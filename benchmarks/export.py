@@ -27,7 +27,7 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.models import save_student
 from gaupipe.settings import load as config
-from stages.export.write import write
+from stages.export.writing import write
 from stages.phase_a import trained_vit
 
 

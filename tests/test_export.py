@@ -22,7 +22,7 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings import load as config
 from killing import KILLED, InWrite, exit_code
 from stages import export, phase_a
-from stages.export.write import loss_line
+from stages.export.writing import loss_line
 from stages.runs.directory import RunDirectory
 from stores import write_pending
 

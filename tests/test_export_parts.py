@@ -10,6 +10,7 @@ from damage import contents
 from exports import SHARD_MB, exported
 from killing import FORKS, KILLED, InWrite, exit_code
 from stages import export
+from stages.export import writing
 from store.files import Files
 
 
@@ -67,7 +68,7 @@ def test_a_part_without_shards_and_parts_at_once(trained, run):
 def test_the_export_without_a_part_verifies_what_others_wrote(trained, run, monkeypatch):
     """All shards are there, and one is not what was written: it is written again."""
     url = run / "maps.zarr"
-    monkeypatch.setattr(export, "finish", lambda *_: 1)  # as of parts that are killed before it
+    monkeypatch.setattr(writing, "finish", lambda *_: 1)  # as of parts that are killed before it
     write_part(run, 1, 2)
     write_part(run, 2, 2)
     monkeypatch.undo()

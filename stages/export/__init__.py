@@ -26,7 +26,7 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from stages import phase_a
 from stages.export.place import Place
-from stages.export.write import write
+from stages.export.writing import write
 from stages.phase_a.trained_vit import probe_where_others_are_predicted, say_what_students_lack
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory

@@ -19,7 +19,7 @@ from gaupipe.system.device import choose_precision
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.teachers.vit import VitTeacher
-from stages.export.write import WRITERS
+from stages.export.writing import WRITERS
 from stages.runs.resources import check_disk, check_memory, make_plan
 
 MOST_SHARD_MB = 4000
