@@ -416,15 +416,17 @@ def write(job: TeacherJob[Any], writer: store.Writer, place: Place) -> None:
 
 def finish(writer: store.Writer, pending: Sequence[store.Shard], place: Place) -> int:
     """Adds the card and declares the store complete, unless shards are missing, of which it returns
-    the number. What other processes have written is read back first: that may be so of a part, and
-    where nothing was ``pending``. Raises StoreError for files that are not what was written."""
+    the number. What other processes may have written is read back first: by a part, on object
+    storage, which knows no locks, and where nothing was ``pending``. Raises StoreError for files
+    that are not what was written."""
     if writer.complete:
         writer.drop_entries()
         return 0
     missing = len(writer.pending())
     if missing and place.part is not None:
         return missing
-    if place.part is not None or not pending:
+    alone = place.part is None and store.local_folder(writer.url) is not None
+    if not alone or not pending:
         shards = (problem.shard for problem in store.verify(writer.url))
         damaged = {shard for shard in shards if shard is not None}
         if damaged:
@@ -434,7 +436,7 @@ def finish(writer: store.Writer, pending: Sequence[store.Shard], place: Place) -
                 "wrote; they count as missing now: repeat gaupipe export-maps"
             )
     writer.add_card(store_card.text(writer.schema, place.license))
-    writer.finish(alone=place.part is None)
+    writer.finish(alone)
     return 0
 
 
