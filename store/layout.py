@@ -26,6 +26,7 @@ from store.manifest import (
     Shards,
     finished_shards,
     group_file,
+    new_name,
     read_checked,
     read_manifest,
     sha256,
@@ -183,7 +184,7 @@ def plan(
     layout = dataclasses.replace(layout, nodes=nodes)
     described = {ROOT: layout.complete_root_file(), **files}
     digests = {key: sha256(data) for key, data in described.items()}
-    return layout, files, Manifest(digests, {})
+    return layout, files, Manifest(digests, {}, new_name())
 
 
 def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[str, bytes]:

@@ -5,10 +5,13 @@ It is the zarr group `manifest`, without arrays. Its attributes are
     metadata   {file: sha256} of the zarr.json of the root (as it is in a complete store) and of the
                arrays, and of the decoder's files
     shards     {shard: {array: {"sha256": ..., "bytes": ...}}} of the images' files
+    writing    a name that nobody has used, while the store is written
 
 While a store is written, several processes add to it. So each finished shard has its entry in a
-file of its own, `manifest/finished/SHARD`, which is written last and marks the shard as finished.
-`Writer.finish` gathers these files into the manifest and deletes them.
+file of its own, `manifest/finished/WRITING-SHARD`, which is written last and marks the shard as
+finished. `Writer.finish` gathers these files into the manifest and deletes them. A store that is
+begun anew is written under a new name; so whatever a process still does for the store that was
+there before does not count, on object storage as well, which knows no locks.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -41,10 +45,15 @@ Shards = dict[int, dict[str, StoredFile]]
 class Manifest:
     metadata: dict[str, str]
     shards: Shards
+    writing: str | None = None
+    """None once the store is complete."""
 
     def to_file(self) -> bytes:
         shards = {str(index): _to_json(self.shards[index]) for index in sorted(self.shards)}
-        return group_file({"metadata": self.metadata, "shards": shards})
+        attributes: dict[str, Any] = {"metadata": self.metadata, "shards": shards}
+        if self.writing is not None:
+            attributes["writing"] = self.writing
+        return group_file(attributes)
 
     @classmethod
     def from_file(cls, data: bytes, url: str) -> Manifest:
@@ -54,7 +63,7 @@ class Manifest:
             attributes = json.loads(data)["attributes"]
             entries = attributes["shards"].items()
             shards = {int(index): _from_json(entry) for index, entry in entries}
-            manifest = cls(dict(attributes["metadata"]), shards)
+            manifest = cls(dict(attributes["metadata"]), shards, attributes.get("writing"))
             whole = manifest.to_file() == data
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise broken from None
@@ -87,25 +96,33 @@ def finished_shards(files: Files) -> Shards:
     entries = read_entries(files)
     manifest = read_manifest(files)
     if manifest is None:
-        return entries
-    return manifest.shards | entries
+        return {}
+    return manifest.shards | entries.get(str(manifest.writing), {})
 
 
-def read_entries(files: Files) -> Shards:
-    """The finished shards that have a file of their own; a damaged file counts as none."""
-    shards: Shards = {}
+def read_entries(files: Files) -> dict[str, Shards]:
+    """By the name under which they were written, the finished shards that have a file of their own;
+    a damaged file counts as none."""
+    shards: dict[str, Shards] = {}
     for key, data in files.read_all(files.list(FINISHED)).items():
+        writing, _, index = key.removeprefix(FINISHED).partition("-")
         try:
-            shards[int(key.removeprefix(FINISHED))] = _from_json(json.loads(data or b""))
+            entry = _from_json(json.loads(data or b""))
+            shards.setdefault(writing, {})[int(index)] = entry
         except (ValueError, TypeError, AttributeError, RecursionError):
             continue
     return shards
 
 
-def write_entry(files: Files, index: int, written: Mapping[str, bytes]) -> None:
+def write_entry(files: Files, writing: str, index: int, written: Mapping[str, bytes]) -> None:
     """Marks a shard as finished, whose files, by array, are safe already."""
     entry = {name: StoredFile(sha256(data), len(data)) for name, data in written.items()}
-    files.write(f"{FINISHED}{index}", json.dumps(_to_json(entry)).encode())
+    files.write(f"{FINISHED}{writing}-{index}", json.dumps(_to_json(entry)).encode())
+
+
+def new_name() -> str:
+    """A name for :attr:`Manifest.writing`."""
+    return secrets.token_hex(8)
 
 
 def _to_json(shard: dict[str, StoredFile]) -> dict[str, dict[str, object]]:

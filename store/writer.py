@@ -27,7 +27,7 @@ from store.manifest import (
     FINISHED,
     MANIFEST,
     Manifest,
-    Shards,
+    new_name,
     read_manifest,
     write_entry,
 )
@@ -42,7 +42,9 @@ class Writer:
     """Writes shards of one store; made by `create`, `join` or `repair`.
 
     A shard is finished once its files are safely on the disk and its entry of the manifest is as
-    well. What a killed process had begun is pending again, and is replaced whole.
+    well. What a killed process had begun is pending again, and is replaced whole. Once another
+    process has begun the store anew, every method that writes raises StoreError, and no write that
+    is still under way arrives.
     """
 
     def __init__(self, files: Files, layout: Layout, manifest: Manifest):
@@ -61,7 +63,7 @@ class Writer:
 
     @property
     def complete(self) -> bool:
-        return self._layout.complete
+        return self._layout.complete and self._manifest.writing is None
 
     @property
     def shards(self) -> list[Shard]:
@@ -72,6 +74,7 @@ class Writer:
         """The shards that are not finished, whoever writes them; read from the store at every
         call."""
         finished = self._layout.finished(self._files)
+        self._check_same()
         return [shard for shard in self.shards if shard.index not in finished]
 
     def write(self, shard: Shard, arrays: Mapping[str, np.ndarray]) -> None:
@@ -79,8 +82,8 @@ class Writer:
         shard.stop-1.
 
         Values of any float dtype (labels: any integer). When it returns, the shard survives a power
-        cut. Raises StoreError for a wrong name or shape, for NaN (with the image id), and when the
-        storage fails.
+        cut; in a store that has become complete it stays as it is. Raises StoreError for a wrong
+        name or shape, for NaN (with the image id), and when the storage fails.
         """
         specs = self.schema.arrays()
         if set(arrays) != set(specs):
@@ -88,7 +91,7 @@ class Writer:
                 f"a shard of this store has the arrays {', '.join(specs)}; "
                 f"given: {', '.join(arrays)}"
             )
-        files = {}
+        encoded = {}
         for name, spec in specs.items():
             values = np.asarray(arrays[name])
             shape = (shard.stop - shard.start, *spec.shape[1:])
@@ -98,55 +101,77 @@ class Writer:
                 )
             stored = self.schema.encode(name, values, shard.start)
             key = self._layout.shard_key(name, shard.index)
-            files[name] = encode_shard(self._metadata[name], key, shard, stored)
-        self._files.write_all(
-            {self._layout.shard_file(name, shard.index): data for name, data in files.items()}
-        )
-        write_entry(self._files, shard.index, files)  # last: from now on the shard is finished
+            encoded[name] = encode_shard(self._metadata[name], key, shard, stored)
+        files = {self._layout.shard_file(name, shard.index): data for name, data in encoded.items()}
+        while True:
+            seen = self._files.generations(files)  # before the look whose store it is
+            writing = self._check_same().writing
+            if writing is None:
+                return
+            if self._files.write_all(files, seen):
+                break
+        # last: from now on the shard is finished
+        write_entry(self._files, writing, shard.index, encoded)
 
     def reopen(self, shards: Iterable[int]) -> None:
         """Makes finished shards (by index) pending again; the store counts as incomplete from
         now on."""
         kept = self._layout.finished(self._files)
-        self._set_complete(False)  # first: no reader may take the store for whole from here on
+        writing = self._check_same().writing or new_name()
+        self._layout = dataclasses.replace(self._layout, complete=False)
+        # first: no reader may take the store for whole from here on
+        self._files.write(ROOT, self._layout.root_file())
         for index in shards:
             kept.pop(index, None)
-        self._write_manifest(kept)
+        self._manifest = dataclasses.replace(self._manifest, shards=kept, writing=writing)
+        self._files.write(MANIFEST, self._manifest.to_file())
+        self.drop_entries()
 
     def finish(self, alone: bool = False) -> None:
         """Declares the store complete, and removes what killed writes have left; if this process is
         not `alone` with the store, what is older than :data:`LONGEST_WRITE`. Raises StoreError
         while a shard is pending."""
-        finished = self._layout.finished(self._files)
-        pending = [shard for shard in self.shards if shard.index not in finished]
-        if pending:
-            raise StoreError(
-                f"{self.url}: {len(pending)} of {len(self.shards)} shards are not written yet, "
-                f"first images {pending[0].start} to {pending[0].stop - 1}; continue the export"
-            )
-        self._write_manifest(finished)
-        self._set_complete(True)
+        while True:  # again where another process of this export was quicker
+            seen = self._files.generations([MANIFEST, ROOT])
+            finished = self._layout.finished(self._files)
+            self._check_same()
+            pending = [shard for shard in self.shards if shard.index not in finished]
+            if pending:
+                raise StoreError(
+                    f"{self.url}: {len(pending)} of {len(self.shards)} shards are not written yet, "
+                    f"first images {pending[0].start} to {pending[0].stop - 1}; continue the export"
+                )
+            manifest = dataclasses.replace(self._manifest, shards=finished, writing=None)
+            layout = dataclasses.replace(self._layout, complete=True)
+            written = self._files.write_all({MANIFEST: manifest.to_file()}, seen)
+            if written and self._files.write_all({ROOT: layout.root_file()}, seen):
+                break
+        self._manifest = manifest
+        self._layout = layout
+        self.drop_entries()
         self._files.remove_locks(0 if alone else LONGEST_WRITE)
 
     def add_card(self, text: str) -> None:
         """Adds README.md. The manifest does not name it, and one that is there stays: people edit
         it."""
+        self._check_same()
         self._files.create(CARD, text.encode())
 
     def drop_entries(self) -> None:
-        """Removes the entries of shards that a process wrote once more after the store was
-        finished."""
+        """Removes the entries that the manifest has taken in, or that are of a store before."""
         self._files.delete_all(self._files.list(FINISHED))
 
-    def _write_manifest(self, shards: Shards) -> None:
-        """Puts these shards into the manifest, in place of all entries."""
-        manifest = dataclasses.replace(self._manifest, shards=shards)
-        self._files.write(MANIFEST, manifest.to_file())
-        self._files.delete_all(self._files.list(FINISHED))
-
-    def _set_complete(self, complete: bool) -> None:
-        self._layout = dataclasses.replace(self._layout, complete=complete)
-        self._files.write(ROOT, self._layout.root_file())
+    def _check_same(self) -> Manifest:
+        """The manifest as it is now. Raises StoreError where it is of a store that another process
+        has begun."""
+        manifest = read_manifest(self._files)
+        if (
+            manifest is None
+            or manifest.metadata != self._manifest.metadata
+            or manifest.writing not in (self._manifest.writing, None)
+        ):
+            raise begun_anew(self.url)
+        return manifest
 
 
 def encode_shard(metadata: dict[str, Any], key: str, shard: Shard, values: np.ndarray) -> bytes:
@@ -199,7 +224,10 @@ def _begin(
     files.write_all(metadata)
     # last, as from now on shards can be written; another process may have finished them by now
     files.create(MANIFEST, manifest.to_file())
-    return Writer(files, layout, manifest)
+    first = read_manifest(files)  # of a process that was quicker, under the name that it gave
+    if first is None or first.metadata != manifest.metadata:
+        raise begun_anew(files.url)
+    return Writer(files, layout, first)
 
 
 def check_place(url: str | os.PathLike[str]) -> None:
@@ -247,6 +275,14 @@ def refuse_another(url: str, schema: Schema, stored: Schema) -> None:
     difference = schema.difference(stored)
     if difference:
         raise _another(url, difference)
+
+
+def begun_anew(url: str) -> StoreError:
+    """The error for a process whose store is no longer there."""
+    return StoreError(
+        f"{url}: another process has begun the store anew, with --overwrite or --repair; wait for "
+        "it to end, or choose another place"
+    )
 
 
 def _another(url: str, difference: str) -> StoreError:

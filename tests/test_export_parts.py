@@ -87,7 +87,7 @@ def test_entries_of_a_shard_that_is_written_once_more_go(trained, run):
     """By a process that began before others completed the store."""
     export.run(run, shard_mb=SHARD_MB)
     url = run / "maps.zarr"
-    Files(url).write("manifest/finished/3", b"{}")
+    Files(url).write("manifest/finished/earlier-3", b"{}")
     write_part(run, 4, 19)
     assert files(url) == files(trained / "maps.zarr")
 

@@ -85,15 +85,17 @@ def finish(
     writer: store.Writer, pending: Sequence[store.Shard], part: Part, license: str | None
 ) -> int:
     """Adds the card and declares the store complete, unless shards are missing, of which it returns
-    the number. What other processes have written is read back first: that may be so of a part, and
-    where nothing was ``pending``. Raises StoreError for files that are not what was written."""
+    the number. What other processes may have written is read back first: by a part, on object
+    storage, which knows no locks, and where nothing was ``pending``. Raises StoreError for files
+    that are not what was written."""
     if writer.complete:
         writer.drop_entries()
         return 0
     missing = len(writer.pending())
     if missing and part is not None:
         return missing
-    if part is not None or not pending:
+    alone = part is None and store.local_folder(writer.url) is not None
+    if not alone or not pending:
         shards = (problem.shard for problem in store.verify(writer.url))
         damaged = {shard for shard in shards if shard is not None}
         if damaged:
@@ -103,7 +105,7 @@ def finish(
                 "wrote; they count as missing now: repeat gaupipe export-maps"
             )
     writer.add_card(store_card.text(writer.schema, license))
-    writer.finish(alone=part is None)
+    writer.finish(alone)
     return 0
 
 
