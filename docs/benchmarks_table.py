@@ -12,11 +12,11 @@ from pathlib import Path
 
 def table(groups: list[dict]) -> list[str]:
     """Markdown lines, a ratio each, below what it is a ratio of."""
-    lines = ["| | ratio | aim |", "|---|---|---|"]
+    lines = ["| | ratio |", "|---|---|"]
     for group in groups:
-        lines.append(f"| **{group['title']}**: {group['ratio']} | | |")
-        for what, ratio, aim in group["rows"]:
-            lines.append(f"| {what} | {ratio:.{2 if ratio < 10 else 0}f} | {aim or ''} |")
+        lines.append(f"| **{group['title']}**: {group['ratio']} | |")
+        for what, ratio, _aim in group["rows"]:
+            lines.append(f"| {what} | {ratio:.{2 if ratio < 10 else 0}f} |")
     return lines
 
 

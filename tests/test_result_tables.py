@@ -47,6 +47,22 @@ def test_a_table_says_means_and_paired_differences(collect):
     assert "| 58.0 ± 7.2 |" in labels
 
 
+def test_a_table_leaves_out_empty_columns_and_rows_of_too_few_seeds(collect):
+    trainings = [
+        {"name": name, "epochs": 2, "seed": seed, "val": 0.5, "core_seconds": None}
+        for name, seed in [("labels", 0), ("labels", 1), ("once", 0)]
+    ]
+    assert [line.split(" | ")[0] for line in collect.table(trainings).splitlines()[2:]] == [
+        "| labels",
+        "| once",
+    ]
+    assert collect.table(trainings, "labels", 2).splitlines() == [
+        "| row | epochs | seeds | validation |",
+        "|---|---|---|---|",
+        "| labels | 2 | 2 | 50.0 ± 0.0 |",
+    ]
+
+
 def test_raw_files_are_lists_of_whole_trainings():
     for path in sorted((ROOT / "docs" / "results" / "data").glob("*.json")):
         trainings = json.loads(path.read_text())

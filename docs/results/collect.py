@@ -11,9 +11,10 @@ core_seconds. ``val`` and ``test`` are accuracies of the last epoch, ``core_seco
 processor, a teacher's included.
 
 In a page, a table stands between two comments. The first names the file, which trainings are
-meant, and the row from which the others are subtracted, seed by seed:
+meant, the row from which the others are subtracted, seed by seed, and how many seeds a row needs to
+be shown:
 
-    <!-- table local.json data=cifar10 images=3000 baseline=labels -->
+    <!-- table optimizer.json data=cifar10 images=10000 baseline=labels seeds=3 -->
     <!-- /table -->
 """
 
@@ -66,6 +67,7 @@ def draw_tables(page: str) -> str:
     def drawn(match: re.Match[str]) -> str:
         options = dict(option.split("=", 1) for option in shlex.split(match["options"]))
         baseline = options.pop("baseline", None)
+        least_seeds = int(options.pop("seeds", 1))
         trainings = [
             training
             for training in json.loads((DATA / match["file"]).read_text())
@@ -73,13 +75,14 @@ def draw_tables(page: str) -> str:
         ]
         if not trainings:
             raise SystemExit(f"no training of {match['file']} has {options}")
-        return f"{match[1]}\n{table(trainings, baseline)}\n\n{match[4]}"
+        return f"{match[1]}\n{table(trainings, baseline, least_seeds)}\n\n{match[4]}"
 
     return TABLE.sub(drawn, page)
 
 
-def table(trainings: list[Training], baseline: str | None = None) -> str:
-    """A Markdown table, a row of trainings each: means and standard deviations over the seeds.
+def table(trainings: list[Training], baseline: str | None = None, least_seeds: int = 1) -> str:
+    """Markdown table with a row for each name and number of epochs: means and standard deviations
+    over the seeds, without rows of fewer than ``least_seeds`` and without columns that are empty.
 
     With ``baseline`` the validation accuracies minus those of that row with the same seeds; Holm's
     correction is for all rows of the table.
@@ -87,6 +90,7 @@ def table(trainings: list[Training], baseline: str | None = None) -> str:
     groups: dict[tuple[str, int], list[Training]] = {}
     for training in sorted(trainings, key=lambda training: training["seed"]):
         groups.setdefault((training["name"], training["epochs"]), []).append(training)
+    groups = {key: runs for key, runs in groups.items() if len(runs) >= least_seeds}
     verdicts: dict[tuple[str, int], Verdict] = {}
     head = ["row", "epochs", "seeds", "validation"]
     if baseline is not None:
@@ -94,7 +98,7 @@ def table(trainings: list[Training], baseline: str | None = None) -> str:
         head += [f"points above {baseline}", "95 % interval", "Holm's p"]
     head += ["test", "core seconds"]
 
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows_of_cells = []
     for key, runs in groups.items():
         name, epochs = key
         cells = [name, str(epochs), str(len(runs)), mean_and_std(runs, "val")]
@@ -103,8 +107,11 @@ def table(trainings: list[Training], baseline: str | None = None) -> str:
         cells.append(mean_and_std(runs, "test"))
         seconds = [run["core_seconds"] for run in runs if run["core_seconds"] is not None]
         cells.append(f"{statistics.mean(seconds):,.0f}" if seconds else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows_of_cells.append(cells)
+
+    columns = [column for column in zip(head, *rows_of_cells, strict=True) if any(column[1:])]
+    first, *rest = (f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True))
+    return "\n".join([first, "|---" * len(columns) + "|", *rest])
 
 
 def gains(
