@@ -142,11 +142,15 @@ def table(lines: Sequence[Line], title: str) -> Table:
     for column in columns:
         shown.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for line in lines:
-        accuracies = [line.train_acc, line.val_acc]
-        percents = ["-" if one is None else f"{100 * one:.2f} %" for one in accuracies]
-        cells = [line.model, str(line.epochs), *percents, f"{line.seconds:.1f}"]
+        cells = [line.model, str(line.epochs)]
+        if not sized:
+            cells.append(percent(line.train_acc))
+        cells += [percent(line.val_acc), f"{line.seconds:.1f}"]
         if sized:
-            cells.pop(2)
             cells += [f"{line.parameters:,}", f"{line.images_per_s:,.0f}"]
         shown.add_row(*cells)
     return shown
+
+
+def percent(accuracy: float | None) -> str:
+    return "-" if accuracy is None else f"{100 * accuracy:.2f} %"

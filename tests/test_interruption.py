@@ -303,12 +303,14 @@ def in_rank(arguments: list[str], kill: AtCall | None = None, rank: int = 0) -> 
 
 @pytest.mark.long
 def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
-    """One rank gets the signal."""
+    """One rank gets the signal; the others hear of it at once where there is a checkpoint at every
+    step, else some batches later."""
     size, more = 2, ["phase_a.mode=stochastic"]
     unbroken = with_settings("run", tmp_path / "unbroken", [*WORLD, *more, "checkpoint_minutes=10"])
     assert in_world(size, tmp_path / "words", in_rank, unbroken) == [0] * size
-    run = with_settings("run", tmp_path / "run", [*WORLD, *more])
-    for number, batch in ((signal.SIGTERM, 4), (signal.SIGINT, 10)):
+    for number, batch, minutes in ((signal.SIGTERM, 4, 0), (signal.SIGINT, 8, 10)):
+        seldom = f"checkpoint_minutes={minutes}"
+        run = with_settings("run", tmp_path / "run", [*WORLD, *more, seldom])
         kill = AtCall(BATCH, (batch,), number)
         codes = in_world(size, tmp_path / "words", in_rank, run, kill, size - 1)
         said = (tmp_path / "words" / "rank0.txt").read_text()

@@ -18,7 +18,6 @@ from stages import export, phase_a, phase_b
 from stages.runs import students
 from stages.runs.directory import RunDirectory, last_used
 from stages.runs.locks import locked
-from stages.runs.students import removed_if_refused
 
 TINY = tiny(60, 30, 1, depth=1)
 SETS = sets(*TINY)
@@ -142,15 +141,10 @@ def test_two_first_commands_at_once(made, tmp_path, in_process):
         code, _, err = in_process("train", "--run-dir", tmp_path / "new", *SETS)
         assert (code, err.count("\n")) == (2, 1) and f"(pid {other.pid})" in err
     student = made / "phase_b" / "both"
-    for is_used in (True, False):
-        other = hold(student) if is_used else contextlib.nullcontext()
-        with other:
-            student.mkdir(exist_ok=True)
-            code, _, err = in_process("phase-b", "--run-dir", made, "--name", "both")
-            assert code == 2 and "both already exists" in err
-            with pytest.raises(UserError), removed_if_refused(student, created=True):
-                raise UserError("refused")
-        assert student.is_dir() == is_used
+    student.mkdir()
+    code, _, err = in_process("phase-b", "--run-dir", made, "--name", "both")
+    assert code == 2 and "both already exists" in err
+    assert student.is_dir() and not any(student.iterdir())
 
 
 def test_a_new_student_has_its_settings_or_is_not_there(made, monkeypatch):

@@ -331,9 +331,9 @@ def last_used() -> RunDirectory:
     return max(runs, key=lambda run: max(path.stat().st_mtime_ns for path in files[run]))
 
 
-def say_if_afresh(folder: Path, resume: bool) -> None:
-    """Says that ``--resume`` has no checkpoint in ``folder`` to continue from."""
-    if not resume or (folder / "checkpoint" / "state.pt").is_file():
+def say_if_afresh(folder: Path) -> None:
+    """Says where ``--resume`` has no checkpoint in ``folder`` to continue from."""
+    if (folder / "checkpoint" / "state.pt").is_file():
         return
     settings = "it was begun with" if folder.exists() else "of this command"
     line = (

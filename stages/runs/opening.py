@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
@@ -17,7 +18,7 @@ from gaupipe.training.state import TrainingState, has_checkpoint
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory, say_if_afresh
 from stages.runs.locks import lock_of_process, locked
-from stages.runs.students import StudentRequest, make_folder, removed_if_refused, write_request
+from stages.runs.students import StudentRequest, make_folder, write_request
 
 Build = Callable[[ImageData, bool], Training]
 """Makes a training of (data, True if it starts afresh)."""
@@ -48,16 +49,13 @@ def opened(
     """
     run = request.run
     folder = request.folder
-    created = False
     job, state = prepare(request, build, data)  # whatever can be refused is, before there are files
-    if run is not None and distributed.is_main():
-        created = begin(run, request, job)
     with contextlib.ExitStack() as held:
-        held.enter_context(removed_if_refused(folder, created))
         if run is not None:
-            held.enter_context(run.locked(shared=True))
-        if distributed.is_main():
-            say_if_afresh(folder, request.resume)
+            if request.begins_run and distributed.is_main():
+                begin_run(run, request.settings, job.data)
+            begin = partial(begin_student, request, job)
+            held.enter_context(run.locked(shared=True, begin=begin))
         held.enter_context(locked(folder, "student"))
         state.load(folder / "checkpoint")
         if distributed.is_main():
@@ -82,19 +80,20 @@ def prepare(request: StudentRequest, build: Build, data: ImageData | None = None
     return job, training_state(job)
 
 
-def begin(run: RunDirectory, request: StudentRequest, job: Training) -> bool:
-    """Writes the run's settings and split, where this student begins the run, and the settings of a
-    new student, so that they are known after any interruption. Returns True if there was no
-    student."""
-    if request.begins_run:
-        if not run.split.is_file():  # which is written last
-            with lock_of_process(run.path, "run"):
-                run.start(request.settings, job.data, resume=True)
-        run.follow(request.settings)
-    created = not request.folder.exists()
-    if not request.resume:  # another command may have been quicker
+def begin_run(run: RunDirectory, settings: Settings, data: ImageData) -> None:
+    """Writes the run's settings and split, where it has none."""
+    if not run.split.is_file():  # which is written last
+        with lock_of_process(run.path, "run"):
+            run.start(settings, data, resume=True)
+    run.follow(settings)
+
+
+def begin_student(request: StudentRequest, job: Training) -> None:
+    """Writes the settings of a new student, so that they are known after any interruption."""
+    if request.resume:
+        say_if_afresh(request.folder)
+    else:
         make_folder(request, job.source_of_maps())
-    return created
 
 
 @contextlib.contextmanager
@@ -109,8 +108,8 @@ def opened_teacher(
     one, where its last checkpoint was. Gives True, on all ranks, where phase A has finished."""
 
     def begin() -> bool:
-        if state is not None:
-            say_if_afresh(run.phase_a, resume)
+        if state is not None and resume:
+            say_if_afresh(run.phase_a)
         run.start(settings, data, resume)
         return run.teacher_sha256.is_file() and (run.phase_a / "metrics.jsonl").is_file()
 

@@ -3,26 +3,20 @@ imported here, so that what the run does not allow is refused at once."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gaupipe.attention import ATTENTION
 from gaupipe.settings import Settings
 from gaupipe.settings.load import check_plain, dump
-from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
 from stages.runs.directory import RunDirectory, check_name
-from stages.runs.locks import lock_of_process
-
-REQUEST_FILES = {"config.yaml", "maps.json", "lock"}
-"""The files of a student before its training begins."""
 
 
 @dataclass(frozen=True)
@@ -160,19 +154,3 @@ def recorded_store(folder: Path) -> tuple[str, str] | None:
             f"{path} is damaged: it should name the url and the teacher_sha256 of the store that "
             "the student learned from; remove it"
         ) from None
-
-
-@contextlib.contextmanager
-def removed_if_refused(folder: Path, created: bool) -> Iterator[None]:
-    """Removes a ``folder`` that this command has ``created``, if it ends in an error before the
-    training begins."""
-    try:
-        yield
-    except Exception:
-        names = {path.name for path in folder.glob("*")}
-        if created and distributed.is_main() and names <= REQUEST_FILES:
-            # another process may train there, other students may be beside it
-            with contextlib.suppress(UserError, OSError), lock_of_process(folder, "student"):
-                shutil.rmtree(folder)
-                folder.parent.rmdir()
-        raise
