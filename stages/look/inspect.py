@@ -99,8 +99,10 @@ def attention(
     _check("--image", image, maps.images, where)
     layer = maps.layers - 1 if layer is None else layer
     _check("--layer", layer, maps.layers, where)
-    _check("--view", view, maps.count_views, where)
-    seen = maps.see(image, maps.views, view)
+    schema = maps.store.schema if maps.store else None
+    views = schema.extra.get("views") if schema else None
+    _check("--view", view, schema.views if schema else 1, where)
+    seen = maps.see(image, views, view)
     shown = {"image": image} | chosen_map(seen, layer, head, query)
     if png is not None:
         drawn = {short_name(shown): np.array(shown["map"])}
@@ -108,7 +110,7 @@ def attention(
             drawn["teacher"] = np.array(shown["teacher"])
         patch = shown["query"] if isinstance(shown["query"], int) else None
         where = f"layer {layer}, head {head}, query {shown['query']}"
-        taken = photo(maps.data, image, maps.views, view)
+        taken = photo(maps.data, image, views, view)
         picture.draw(*taken, drawn, patch, f"{name_of(shown)}: {where}", Path(png))
     return shown
 

@@ -193,7 +193,7 @@ class Viewer:
     def _gallery(self, split: str, name: str) -> Gallery:
         shown = self.shown(split, name)
         if isinstance(shown, StoredMaps):
-            return stored_gallery(shown.maps, shown.labelled)
+            return stored_gallery(shown.store, shown.labelled)
         images = shown.data.split(split)
         labels = images.labels if shown.labelled else None
         parts = partial(shown.predictions, split)
@@ -373,5 +373,5 @@ class Viewer:
             raise UserError(f"view {view}: the store has 0 to {views - 1}")
 
     def _which(self, view: int, split: str) -> tuple[dict[str, Any] | None, int, str]:
-        views = self.stored.views if self.stored and split == "train" else None
+        views = self.schema.extra.get("views") if self.schema and split == "train" else None
         return views, view, split
