@@ -329,9 +329,6 @@ COMMAND_LINE = [
         ("--image 0 --head ²", "--head ² 0 1 mean"),
         ("--image 0 --head 2", "--head 2 0 1"),
         ("--image 0 --query 16", "--query 16 0 15"),
-        ("--image 0 --png a.txt", "--png a.txt .png"),
-        ("--image 0 --png absent/a.png", "--png absent/a.png absent"),
-        ("--png a.png", "--png a.png --image"),
         ("--head 0", "--head 0 --image"),
         ("--student standard", "STORE --student"),
     ),
@@ -810,9 +807,9 @@ STORES = [
         Row(command, f"{MAPS} export-maps", attributes(MAPS, complete=False), "UnfinishedStore")
         for command in (f"{INSPECT} --image 0", NEW_STUDENT)
     ),
-    Row(f"{INSPECT} --image 0 --png a.png", MAPS, attributes(MAPS, extra={"data": 1})),
+    Row(f"view {MAPS} --html a.html", MAPS, attributes(MAPS, extra={"data": 1})),
     Row(
-        f"{INSPECT} --image 0 --png a.png",
+        f"view {MAPS} --html a.html",
         f"{MAPS} digits",
         attributes(MAPS, extra={"data": {"name": "digits", "train_images": 41}}),
     ),

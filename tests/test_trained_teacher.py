@@ -34,7 +34,7 @@ from gaupipe.vit.slicing import slice_weights, spread_of_stream
 from pictures import photos
 from runs import metrics
 from stages import evaluate, export, phase_a, phase_b
-from stages.look.image_maps import StudentMaps, image_pixels, images_of
+from stages.look.image_maps import StudentMaps, images_of, photo
 from stages.publish import folder as publish
 from stages.run import run as run_all
 from stages.runs import resources
@@ -435,8 +435,8 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
     student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     viewer = open_viewer(None, run)
     for view in (0, 1):
-        pixels = torch.from_numpy(image_pixels(data, image, views, view))
-        scaled = (pixels.permute(2, 0, 1)[None] / 255 - data.mean[0]) / data.std[0]
+        pixels = torch.from_numpy(np.array(photo(data, image, views, view)[0]))  # [height, width]
+        scaled = (pixels[None, None] / 255 - data.mean[0]) / data.std[0]
         with torch.inference_mode():
             log_maps = torch.stack(forward_with_maps(student, scaled)[1])[:, 0]  # [L, H, T, T]
         message = viewer.image(image, view, name="standard")

@@ -295,7 +295,7 @@ def test_numbers_of_heads_and_rollout(page, run):
     for head in (0, 1):
         label = page.page.get_attribute(f".cell[data-layer='1'][data-head='{head}']", "aria-label")
         assert f"Entropy {entropy[head]:.2f} nats" in label
-        assert f"Mean distance {distance[head]:.2f} tokens" in label
+        assert f"Distance {distance[head]:.2f} tokens" in label
     share = [float(maps[1][head].mean(0).max()) for head in (0, 1)]
     assert f"Largest key {share[1]:.2f}" in label
     charts = "[...document.querySelectorAll('#charts figure')].map(figure => figure.id)"

@@ -19,7 +19,7 @@ from gaupipe.distillation.files import open_model
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
 from gaupipe.vit.saving import class_names
-from stages.look import picture
+from stages.look.colours import colours
 from stages.look.measures import numbers, with_mean_and_rollout
 from stages.view.serve import model_viewer, open_viewer
 from viewing import Page, get, serving, unpacked
@@ -198,30 +198,7 @@ def test_mean_and_rollout_stand_beside_the_heads():
     assert not columns[1].any()
 
 
-def test_a_picture_has_the_map_over_the_part_that_the_model_sees(tmp_path):
-    brown = (128, 100, 60)
-    photo = Image.new("RGB", (200, 100), brown)
-    weights = np.array([[0.0, 1.0], [0.5, 0.0]])
-    picture.draw(photo, (0.25, 0, 0.75, 1), {"one": weights}, 2, "a title", tmp_path / "one.png")
-    drawn = np.asarray(Image.open(tmp_path / "one.png").convert("RGB")).astype(int)
-    is_photo = (drawn == brown).all(-1)
-    rows, columns = (np.flatnonzero(is_photo.any(axis)) for axis in (1, 0))
-    pane = drawn[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    high, wide = pane.shape[:2]
-    assert wide / high == pytest.approx(2, abs=0.02)
-    *yellow, opaque = (int(part) for part in picture.colours()[255])
-    mixed = (np.array(yellow) * opaque + np.array(brown) * (255 - opaque)) / 255
-
-    def at(x: float, y: float) -> np.ndarray:
-        return pane[round(y * high), round(x * wide)]
-
-    np.testing.assert_allclose(at(0.62, 0.25), mixed, atol=2)  # the second weight of the first row
-    np.testing.assert_allclose(at(0.38, 0.25), brown, atol=1)  # no attention: the photo
-    np.testing.assert_array_equal(at(0.1, 0.25), brown)  # outside of the part
-    assert np.abs(pane[:, round(0.38 * wide)] - (255, 45, 111)).sum(-1).min() < 30  # patch 2
-
-
-def test_the_page_paints_with_the_same_colours(viewer, browser):
+def test_the_page_paints_with_the_colours_of_inspect(viewer, browser):
     with serving(viewer) as address:
         page = Page(browser, address)
         page.open("image=1&head=0&query=5")
@@ -233,7 +210,7 @@ def test_the_page_paints_with_the_same_colours(viewer, browser):
               return [...canvas.getContext("2d").getImageData(0, 0, 3, 1).data];
             }"""
         )
-        expected = picture.colours()[[0, 64, 255], :3]
+        expected = colours()[[0, 64, 255], :3]
         np.testing.assert_array_equal(np.reshape(painted, (3, 4))[:, :3], expected)
         assert page.text("#title") == "wide.png" and not page.complaints
         page.page.close()

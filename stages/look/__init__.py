@@ -1,1 +1,1 @@
-"""Attention maps of images, looked at in the terminal and as a picture."""
+"""Attention maps of images, looked at in the terminal."""

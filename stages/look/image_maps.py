@@ -97,14 +97,12 @@ class StoredMaps:
     """A store whose images are looked at one by one."""
 
     def __init__(self, maps: store.Store) -> None:
-        self.maps = maps
+        self.store = maps
         schema = maps.schema
         self.images = schema.images
         self.layers = schema.layers
         self.grid = schema.grid
         self.prefix = schema.prefix_tokens
-        self.views = schema.extra.get("views")
-        self.count_views = schema.views
         self.labelled = "files" not in schema.extra
         self.explains = False
         self._decode = MAP_KINDS[schema.kind].reader(maps, CPU)
@@ -112,15 +110,15 @@ class StoredMaps:
     @cached_property
     def data(self) -> ImageData:
         """The images, by :func:`images_of`."""
-        return images_of(self.maps)
+        return images_of(self.store)
 
     def see(
         self, image: int, views: object = None, view: int = 0, split: str = "train"
     ) -> ImageMaps:
         """The maps of a training image, or of one of its ``views``, which are the store's own."""
-        schema = self.maps.schema
+        schema = self.store.schema
         entry = image * schema.views + view
-        stored = self.maps.read(entry, entry + 1)
+        stored = self.store.read(entry, entry + 1)
         attention = self._decode(stored)
         seen = ImageMaps(
             grid=self.grid,
@@ -162,21 +160,6 @@ def images_of(maps: store.Store) -> ImageData:
     return data
 
 
-def image_pixels(
-    data: ImageData,
-    image: int,
-    views: dict[str, Any] | None = None,
-    view: int = 0,
-    split: str = "train",
-) -> np.ndarray:
-    """An image, or the view of it that ``views``, a store's extra["views"], describes: uint8
-    [height, width, C]."""
-    images = getattr(data, split)
-    if views is None:
-        return images.image(image)
-    return view_of(images, image, drawn(views), view)
-
-
 def photo(
     data: ImageData,
     image: int,
@@ -184,15 +167,16 @@ def photo(
     view: int = 0,
     split: str = "train",
 ) -> tuple[Image.Image, Crop]:
-    """A picture of an image with all pixels of its file, and the part that a model sees. Of a view,
-    and of an image without a file, it is :func:`image_pixels`, all of which is seen."""
+    """A picture of an image with all pixels of its file, and the part that a model sees. Of an
+    image without a file, and of the ``view`` that ``views``, a store's extra["views"], describes,
+    all is seen."""
     images = data.split(split)
     source = images.source
     if views is None and isinstance(source, FileImages):
         pixels = source.pixels(int(images.positions[image]))  # [3, height, width]
         picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         return picture, source.crop(picture.width, picture.height)
-    shown = image_pixels(data, image, views, view, split)
+    shown = images.image(image) if views is None else view_of(images, image, drawn(views), view)
     return Image.fromarray(shown.squeeze(-1) if shown.shape[-1] == 1 else shown), WHOLE
 
 
@@ -304,11 +288,6 @@ class StudentMaps(LiveMaps):
         super().__init__(student.name, model, data, forward)
         self.explains = settings.model.attention != "gaussian"
         self.store = open_maps(student, data)
-        self.views = None
-        self.count_views = 1
-        if self.store is not None:
-            self.views = self.store.schema.extra.get("views")
-            self.count_views = self.store.schema.views
         learned = student.distilled and recorded_store(student.folder) is None
         self.local = settings.phase_a.is_local and learned and self.store is None
         self._job: PhaseB
@@ -323,18 +302,13 @@ class StudentMaps(LiveMaps):
         seen = self.seen(batch)
         seen.no_teacher = self.no_teacher(views, split)
         if seen.no_teacher is None:  # whose maps are from patches to patches
-            whole = seen.map
-            prefix = seen.prefix
-
-            def between_patches(layer: int) -> Tensor:
-                maps, _ = without_prefix(whole(layer)[None], prefix)
-                return maps[0]
-
-            seen.map = between_patches
-            seen.prefix = 0
+            whole = [seen.map(layer)[None] for layer in range(self.layers)]
+            maps = [without_prefix(block, seen.prefix)[0][0] for block in whole]
+            seen.map = maps.__getitem__
+            seen.teacher = self._teacher(batch, image, view, maps)
             if seen.values is not None:
-                seen.values = seen.values[..., prefix:]
-            seen.teacher = self._teacher(batch, image, view, between_patches)
+                seen.values = seen.values[..., seen.prefix :]
+            seen.prefix = 0
         return seen
 
     def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:
@@ -355,18 +329,17 @@ class StudentMaps(LiveMaps):
 
     @torch.inference_mode()
     def _teacher(
-        self, batch: Batch, image: int, view: int, maps: Callable[[int], Tensor]
+        self, batch: Batch, image: int, view: int, maps: list[Tensor]
     ) -> list[Tensor | None]:
         if not self.local:
             entry = image * self._job.maps.schema.views + view
             batch.stored = self._job.maps.read(entry, entry + 1)
         stored = self._job.teacher_maps(batch)
         compared: list[Tensor | None] = []
-        for layer in range(self.layers):
+        for layer, block in enumerate(maps):
             if stored.layers[layer] is None:
                 compared.append(None)
                 continue
-            block = maps(layer)
             teacher = stored.map(layer)[0].expand_as(block)
             hidden = block == 0
             if hidden.any():

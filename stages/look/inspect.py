@@ -15,9 +15,8 @@ from torch import Tensor
 
 import store
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import check_file
-from stages.look import picture
-from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, photo
+from stages.look.colours import colours
+from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps
 from stages.look.measures import divergence
 from stages.runs.directory import RunDirectory
 
@@ -71,13 +70,11 @@ def attention(
     head: str = "mean",
     query: str | None = None,
     view: int = 0,
-    png: str | None = None,
 ) -> dict[str, Any]:
     """The map of one training image, block (None is the last), head (or ``mean``) and query (or
     ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), as plain
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
-    a ``student``. ``view`` counts the views that a store may have of an image. ``png`` is drawn as
-    well.
+    a ``student``. ``view`` counts the views that a store may have of an image.
 
     ``map`` is a list of h lists of w weights, which all sum to 1. ``gaussian`` is (mean_x, mean_y,
     std_x, std_y) in normalised coordinates where one head and one query are asked for and the store
@@ -87,8 +84,6 @@ def attention(
     maps with class and register tokens, and has their weights. ``no_teacher`` is there only for a
     student without a teacher's map, and says why.
     """
-    if png is not None:
-        check_file("--png", Path(png), ".png")
     maps: StoredMaps | StudentMaps
     if student is None:
         maps = StoredMaps(store.open(_store(url, run_dir)))
@@ -99,18 +94,10 @@ def attention(
     _check("--image", image, maps.images, where)
     layer = maps.layers - 1 if layer is None else layer
     _check("--layer", layer, maps.layers, where)
-    _check("--view", view, maps.count_views, where)
-    seen = maps.see(image, maps.views, view)
-    shown = {"image": image} | chosen_map(seen, layer, head, query)
-    if png is not None:
-        drawn = {short_name(shown): np.array(shown["map"])}
-        if shown["teacher"] is not None:
-            drawn["teacher"] = np.array(shown["teacher"])
-        patch = shown["query"] if isinstance(shown["query"], int) else None
-        where = f"layer {layer}, head {head}, query {shown['query']}"
-        taken = photo(maps.data, image, maps.views, view)
-        picture.draw(*taken, drawn, patch, f"{name_of(shown)}: {where}", Path(png))
-    return shown
+    schema = maps.store.schema if maps.store else None
+    views = schema.extra.get("views") if schema else None
+    _check("--view", view, schema.views if schema else 1, where)
+    return {"image": image} | chosen_map(maps.see(image, views, view), layer, head, query)
 
 
 def chosen_map(seen: ImageMaps, layer: int, head: str, query: str | None) -> dict[str, Any]:
@@ -155,27 +142,17 @@ def chosen_map(seen: ImageMaps, layer: int, head: str, query: str | None) -> dic
     return shown
 
 
-def name_of(shown: dict[str, Any]) -> str:
-    """What is said of the image of :func:`attention`."""
-    if shown["label"] is None:
-        return f"image {shown['image']}"
-    return f"image {shown['image']}, label {shown['label']}"
-
-
-def short_name(shown: dict[str, Any]) -> str:
-    """Whose map that of :func:`attention` is."""
-    return str(shown["by"].rsplit("/", 1)[-1])
-
-
 def heat_map(shown: dict[str, Any]) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
     brackets; of a student with the teacher's map on its right."""
-    model = short_name(shown)
+    model = shown["by"].rsplit("/", 1)[-1]
     weights = np.array(shown["map"])
     most = float(weights.max())
     if shown["teacher"] is not None:
         most = max(most, float(np.max(shown["teacher"])))
-    title = name_of(shown)
+    title = f"image {shown['image']}"
+    if shown["label"] is not None:
+        title += f", label {shown['label']}"
     if shown["predicted"] is not None:
         title += f", {model} says {shown['predicted']} with {shown['probability']:.2f}"
     title += f": layer {shown['layer']}, head {shown['head']}, query {shown['query']}"
@@ -213,7 +190,7 @@ def shaded(weights: np.ndarray, query: object, most: float) -> list[Text]:
         for x, weight in enumerate(row):
             level = weight / most if most else 0.0
             shade = SHADES[min(int(level * len(SHADES)), len(SHADES) - 1)]
-            red, green, blue, _ = picture.colours()[round(255 * level)]
+            red, green, blue, _ = colours()[round(255 * level)]
             colour = f"rgb({red},{green},{blue})"
             if query == y * len(row) + x:
                 line.append("[]", f"white on {colour}")

@@ -1,6 +1,6 @@
 """View: attention maps in a browser, served from this machine or as a page of a few images.
 
-serve -> {app, page} -> viewer -> {gallery, wire}
+serve -> {app, page} -> viewer -> gallery
 """
 
 from stages.view.serve import run

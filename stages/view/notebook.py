@@ -77,8 +77,7 @@ def show(
             files = list(image_files(paths))
             job = job_of(copy.deepcopy(model).cpu(), name, paths, files, image_size)
         viewer = model_viewer(job, note)
-        count = len(job.data.train)
-        page = page_text(viewer, list(range(count)), "train", {"image": 0})
+        page = page_text(viewer, list(range(len(job.data.train))), "train", {})
     return Shown(page, height)
 
 

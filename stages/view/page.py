@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ SIDE = 900
 def write_page(
     viewer: Viewer, path: Path, images: list[int], split: str, start: dict[str, Any]
 ) -> None:
-    """Writes the page of some images, with the maps of those students that the viewer has."""
+    """Writes the page of some images, with the maps of those models that the viewer has."""
     chosen = list(dict.fromkeys(images))
-    with EpochProgress(path.name, len(chosen) * len(views_of(viewer, split)), 1) as progress:
-        text = page_text(viewer, chosen, split, start, progress)
+    with EpochProgress(path.name, len(chosen), 1) as progress:
+        text = page_text(viewer, chosen, split, start, lambda: progress.advance(1))
     write_whole(path, text)
 
 
@@ -38,11 +39,14 @@ def page_text(
     images: list[int],
     split: str,
     start: dict[str, Any],
-    progress: EpochProgress | None = None,
+    done: Callable[[], None] = lambda: None,
 ) -> str:
-    """The page of some images as HTML. ``progress`` counts their views."""
+    """The page of some images as HTML. ``done`` is called after each."""
     viewer.load_images()
-    embedded = {str(image): embedded_image(viewer, image, split, progress) for image in images}
+    embedded = {}
+    for image in images:
+        embedded[str(image)] = embedded_image(viewer, image, split)
+        done()
     status = viewer.status(split)
     status["labels"]["reading"] = False
     status["splits"] = {split: len(embedded)}
@@ -74,36 +78,29 @@ def bundle() -> str:
     return "\n".join(parts)
 
 
-def views_of(viewer: Viewer, split: str) -> range:
-    """The numbers of an image's views: those of the store where the split is its own."""
-    return range(viewer.schema.views if viewer.schema and has_stored(viewer, split) else 1)
-
-
-def has_stored(viewer: Viewer, split: str) -> bool:
-    return viewer.stored is not None and split == "train"
-
-
-def embedded_image(
-    viewer: Viewer, image: int, split: str, progress: EpochProgress | None
-) -> dict[str, object]:
+def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, object]:
     """Everything that the page shows of an image, for each view, binary messages as base64: the
     maps of each model, under "" the stored ones; the relevance for the predicted class; the
     picture, as a URL."""
-    names = [""] * has_stored(viewer, split) + list(viewer.models)
+    stored = viewer.schema if split == "train" else None
+    views = range(stored.views if stored else 1)
+    names = [""] * bool(stored) + list(viewer.models)
     explained = [name for name in viewer.models if viewer.model(name).explains]
-    maps: dict[str, list[str]] = {name: [] for name in names}
-    relevance: dict[str, list[str]] = {name: [] for name in explained}
-    pixels = []
-    for view in views_of(viewer, split):
-        content, kind = viewer.pixels(image, view, split, SIDE)
-        pixels.append(f"data:{kind};base64,{encoded(content)}")
-        for name in maps:
-            maps[name].append(encoded(viewer.image(image, view, split, name)))
-        for name in relevance:
-            relevance[name].append(encoded(viewer.relevance(name, image, None, view, split)))
-        if progress:
-            progress.advance(1)
-    return {"maps": maps, "relevance": relevance, "pixels": pixels}
+
+    def url(content: bytes, kind: str) -> str:
+        return f"data:{kind};base64,{encoded(content)}"
+
+    return {
+        "maps": {
+            name: [encoded(viewer.image(image, view, split, name)) for view in views]
+            for name in names
+        },
+        "relevance": {
+            name: [encoded(viewer.relevance(name, image, None, view, split)) for view in views]
+            for name in explained
+        },
+        "pixels": [url(*viewer.pixels(image, view, split, SIDE)) for view in views],
+    }
 
 
 def encoded(content: bytes) -> str:

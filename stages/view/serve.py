@@ -138,9 +138,9 @@ def open_viewer(
     if not alone:
         if url == str(run.maps):
             run.stored()
-        return Viewer(url, models, store.open(url), run)
+        return Viewer(url, models, store.open(url), of_run=True)
     data = StudentMaps(run, names[0]).data
-    return Viewer(str(run.path), models, run=run, data=data, split="val")
+    return Viewer(str(run.path), models, of_run=True, data=data, split="val")
 
 
 def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str, object]) -> None:
@@ -180,19 +180,13 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
 
 def bound(port: int | None) -> socket.socket:
     """A socket on a port of this machine alone. Raises UserError for a port that is in use."""
-    listening = socket.socket()
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((HOST, PORT if port is None else port))
+        return socket.create_server((HOST, PORT if port is None else port))
     except OSError as error:
-        if port is not None:
-            listening.close()
-            raise UserError(
-                f"--port {port}: {error.strerror}; choose another, or leave it out"
-            ) from None
-        listening.bind((HOST, 0))
-    listening.listen()
-    return listening
+        if port is None:
+            return socket.create_server((HOST, 0))
+        reason = os.strerror(error.errno or 0)
+        raise UserError(f"--port {port}: {reason}; choose another, or leave it out") from None
 
 
 def has_display() -> bool:

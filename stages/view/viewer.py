@@ -25,10 +25,9 @@ from gaupipe.data.decoding import check, refusing
 from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData, utf8
 from gaupipe.system.errors import UserError
+from stages.look.colours import colours
 from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
 from stages.look.measures import divergence, numbers, with_mean_and_rollout
-from stages.look.picture import colours
-from stages.runs.directory import RunDirectory
 from stages.view.gallery import Gallery, stored_gallery
 
 MOST_LIKELY = 5
@@ -59,7 +58,7 @@ class Viewer:
 
     models  by name how each is opened that computes maps now: students of a run, or any ViT
     maps    a store, of whose images the page shows the stored maps; None where there is none
-    run     the run of these, where there is one
+    of_run  whether these are students of a run, among which the page offers a choice
     data    the data set of the first model; None where the store names it
     split   whose images the page shows first
     note    shown above the page
@@ -72,7 +71,7 @@ class Viewer:
         title: str,
         models: dict[str, Load],
         maps: store.Store | None = None,
-        run: RunDirectory | None = None,
+        of_run: bool = False,
         data: ImageData | None = None,
         split: str = "train",
         note: str = "",
@@ -80,13 +79,12 @@ class Viewer:
     ) -> None:
         self.title = title
         self.models = models
-        self.run = run
         self.stored = StoredMaps(maps) if maps else None
         self.schema = maps.schema if maps else None
         self.split = split
         self.note = note
         self._data = data
-        self.students = list(models) if run else []
+        self.students = list(models) if of_run else []
         self.token = secrets.token_hex(6)
         self.extend = extend
         self.command = ""
@@ -133,10 +131,9 @@ class Viewer:
             "command": self.command,
             "views": schema.views if schema else 1,
             "classes": (schema or self.data).num_classes,
-            "labelled": self.labelled,
+            "labelled": self.shown().labelled,
             "split": self.split,
             "students": self.students,
-            "run": self.run is not None,
             "note": self.note,
         }
 
@@ -153,11 +150,6 @@ class Viewer:
             query = "mean"
         head = "gradient" if shown.explains else "mean"
         return {"layer": shown.layers - 1, "head": head, "query": query}
-
-    @property
-    def labelled(self) -> bool:
-        """True unless the images are files without labels."""
-        return self.shown().labelled
 
     def sizes(self) -> dict[str, int]:
         """The number of images of each split, as far as they are known; that to begin with is
@@ -186,18 +178,19 @@ class Viewer:
     def gallery(self, split: str, name: str) -> Gallery:
         """The images of a split with a model's predictions or, without a ``name``, the store's."""
         with self._one_at_a_time:
-            if (split, name) not in self._galleries:
-                self._galleries[split, name] = self._gallery(split, name)
-            return self._galleries[split, name]
-
-    def _gallery(self, split: str, name: str) -> Gallery:
-        shown = self.shown(split, name)
-        if isinstance(shown, StoredMaps):
-            return stored_gallery(shown.maps, shown.labelled)
-        images = shown.data.split(split)
-        labels = images.labels if shown.labelled else None
-        parts = partial(shown.predictions, split)
-        return Gallery(len(images), shown.data.num_classes, parts, labels, shown.labelled)
+            if (split, name) in self._galleries:
+                return self._galleries[split, name]
+            shown = self.shown(split, name)
+            if isinstance(shown, StoredMaps):
+                made = stored_gallery(shown.store, shown.labelled)
+            else:
+                images = shown.data.split(split)
+                labels = images.labels if shown.labelled else None
+                parts = partial(shown.predictions, split)
+                classes = shown.data.num_classes
+                made = Gallery(len(images), classes, parts, labels, shown.labelled)
+            self._galleries[split, name] = made
+            return made
 
     def page(self, split: str, name: str, *which: Any) -> dict[str, Any]:
         """A page of :meth:`gallery`, with the names of the images' files."""
@@ -358,8 +351,6 @@ class Viewer:
 
     def check(self, image: int, view: int = 0, split: str = "train") -> None:
         """Raises UserError for an image or a view that there is not."""
-        if split not in ("train", "val", "test"):
-            raise UserError(f"split {split!r}: should be train, val or test")
         if split != "train":
             self.load_images()
         sizes = self.sizes()
@@ -373,5 +364,5 @@ class Viewer:
             raise UserError(f"view {view}: the store has 0 to {views - 1}")
 
     def _which(self, view: int, split: str) -> tuple[dict[str, Any] | None, int, str]:
-        views = self.stored.views if self.stored and split == "train" else None
+        views = self.schema.extra.get("views") if self.schema and split == "train" else None
         return views, view, split

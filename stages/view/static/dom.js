@@ -1,7 +1,6 @@
 // Small things that every part of the page needs.
 
 export const $ = (id) => document.getElementById(id);
-export const all = (selector) => document.querySelectorAll(selector);
 
 export const percent = (share) => `${(100 * share).toFixed(share > 0.9995 ? 0 : 1)} %`;
 export const count = (number) => number.toLocaleString("en");

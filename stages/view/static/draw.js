@@ -3,7 +3,7 @@
 import { make } from "./dom.js";
 
 const MARK = "#ff2d6f";
-let colours = new Uint8Array(0); // 256 of red, green, blue and opacity (stages/look/picture.py)
+let colours = new Uint8Array(0); // 256 of red, green, blue and opacity (stages/look/colours.py)
 
 export function setColours(hex) {
   colours = Uint8Array.from(hex.match(/../g), (pair) => parseInt(pair, 16));

@@ -5,7 +5,7 @@ import { $, ending, make, percent } from "./dom.js";
 /** Numbers of a head, as charts, cells and facts name them. */
 export const NUMBERS = [
   { name: "entropy", title: "Entropy", unit: "nats", meaning: "Low: a head that reads few tokens." },
-  { name: "distance", title: "Mean distance", unit: "tokens", meaning: "From a patch to where it reads. Low: a local head." },
+  { name: "distance", title: "Distance", unit: "tokens", meaning: "From a patch to where it reads. Low: a local head." },
   { name: "share", title: "Largest key", unit: "", meaning: "Its share. High: most queries read one and the same token, a sink." },
   { name: "value", title: "Its value", unit: "of the mean", meaning: "Low: reading that token adds little. A ring: the head does nothing." },
   { name: "kl", title: "KL", unit: "nats", meaning: "High: the student's head differs from the teacher's." },

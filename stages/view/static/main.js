@@ -1,7 +1,7 @@
 // The page: one state, what it needs, and the parts that show it.
 
-import { $, all, count, ending, make } from "./dom.js";
-import { ComparedMaps, Maps } from "./maps.js";
+import { $, count, ending, make } from "./dom.js";
+import { Maps } from "./maps.js";
 import { DEFAULTS, fitState, formatState, middle, parseState, parsed } from "./state.js";
 import { openSource } from "./source.js";
 import { composed, paint, setColours } from "./draw.js";
@@ -24,7 +24,7 @@ const app = {
   pixelsReady: false,
   state: { ...DEFAULTS },
   own: null, // Maps of the store or, where there is none or one is chosen, of a model
-  compared: null, // ComparedMaps: the stored maps for a student's blocks
+  compared: null, // Maps of the store, beside a student's
   picture: null,
   hovered: null,
 
@@ -131,8 +131,10 @@ async function load(push = true) {
 async function fetched(state) {
   const asked = [source.image(state), app.pixelsReady ? loadPicture(source.pixels(state)) : null];
   const [{ header, arrays }, picture] = await Promise.all(asked);
-  const compared = arrays.teacher ? new ComparedMaps(header, arrays.teacher) : null;
-  return [new Maps(header, arrays), compared, picture];
+  const own = new Maps(header, arrays);
+  if (!arrays.teacher) return [own, null, picture];
+  const others = { ...header, explains: false, numbers: {} };
+  return [own, new Maps(others, { maps: arrays.teacher }, header.compared), picture];
 }
 
 async function loadPicture(address) {
@@ -150,22 +152,28 @@ async function complete(mine) {
     if (mine === loads) render();
   }
   for (const step of [1, -1]) {
-    const beside = gallery.beside(step);
-    if (mine !== loads || !beside || source.offline) return;
-    const state = { ...app.state, image: beside.id, view: 0 };
+    const item = gallery.beside(step);
+    if (mine !== loads || source.offline) return;
+    if (!item) continue;
+    const state = { ...app.state, image: item.id, view: 0 };
     try {
-      const [{ header }] = await fetched(state);
-      if (mine === loads && header.explains) await source.relevance(state);
+      const [beside] = await fetched(state);
+      if (mine === loads && beside.header.explains) await source.relevance(explained(state, beside));
     } catch {
       return; // who opens that image is told
     }
   }
 }
 
+/** The state with the class that is explained: without a choice that which is predicted. */
+function explained(state, { header }) {
+  return { ...state, explain: state.explain < 0 ? header.predicted : state.explain };
+}
+
 /** Gets the relevance for the class that is explained. */
 async function explain(own) {
   try {
-    const { header, arrays } = await source.relevance(app.state);
+    const { header, arrays } = await source.relevance(explained(app.state, own));
     own.relevance = arrays.relevance;
     own.relevanceClass = header.class;
   } catch (error) {
@@ -243,7 +251,7 @@ function render() {
     if ($(name).type === "checkbox") $(name).checked = Boolean(state[name]);
     else if (name !== "explain") $(name).value = state[name];
   }
-  for (const button of all("#stage button, .side button")) {
+  for (const button of document.querySelectorAll("#stage button, .side button")) {
     const sets = Object.entries(button.dataset);
     if (!sets.length) continue;
     button.ariaPressed = sets.every(([name, text]) => state[name] === parsed(text));

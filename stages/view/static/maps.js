@@ -3,8 +3,8 @@
 // key. Class and register tokens come first, then the patches of a grid of h x w, row by row.
 
 export class Maps {
-  constructor(header, { maps, gaussians, kl }) {
-    Object.assign(this, { header, gaussians, kl });
+  constructor(header, { maps, gaussians, kl }, blocks = null) {
+    Object.assign(this, { header, gaussians, kl, blocks });
     this.values = maps.values;
     this.layers = header.layers;
     this.heads = header.heads;
@@ -22,9 +22,9 @@ export class Maps {
     return typeof query === "number" ? this.extra.length + query : Number(query.slice(1));
   }
 
-  /** Whether a block has maps. */
-  has() {
-    return true;
+  /** Whether a block has maps: those that a student's are compared with may be of some alone. */
+  has(layer) {
+    return this.blocks?.[layer] ?? true;
   }
 
   /** A map [N * N] of one head, of their "mean", the "rollout" up to a block, or the rollout weighted
@@ -81,16 +81,5 @@ export class Maps {
       queries.map((q) => this.kl.values[(layer * this.heads + one) * this.tokens + q]),
     );
     return heads.every(Number.isInteger) ? chosen.reduce((sum, kl) => sum + kl) / chosen.length : null;
-  }
-}
-
-/** The stored maps that a student is compared with, block by block of the student. */
-export class ComparedMaps extends Maps {
-  constructor(header, maps) {
-    super({ ...header, explains: false, numbers: {} }, { maps });
-  }
-
-  has(layer) {
-    return this.header.compared[layer];
   }
 }

@@ -71,9 +71,8 @@ class Server {
   }
 
   relevance(state) {
-    const label = state.explain < 0 ? "" : state.explain;
     const what = asked(state, "view", "split", "student");
-    return this.message(`api/relevance/${state.image}?class=${label}&${what}`);
+    return this.message(`api/relevance/${state.image}?class=${state.explain}&${what}`);
   }
 
   pixels({ image, view, split }, side = 1600) {

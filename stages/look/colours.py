@@ -1,0 +1,21 @@
+"""Colours of weights, in the terminal and on the page."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+OPAQUE = 0.9
+"""Of the largest weight; smaller ones let the photo through."""
+
+
+@functools.cache
+def colours() -> np.ndarray:
+    """Red, green, blue and opacity of 256 weights from the least to the most, uint8 [256, 4]:
+    matplotlib's viridis, which is perceptually uniform, also for the colour-blind."""
+    from matplotlib import colormaps
+
+    table = colormaps["viridis"](range(256), bytes=True)
+    table[:, 3] = np.round(255 * OPAQUE * np.linspace(0, 1, 256) ** 0.75)
+    return table
