@@ -42,8 +42,8 @@ def open_sources(
     """
     if settings.name == "folder":
         root = settings.root or Path("data")
-        if find_archives(root):
-            return _by_split(tar_sources(root, settings))
+        if archives := find_archives(root):
+            return _by_split(tar_sources(root, archives, settings))
         return _folder_sources(root, settings)
     if settings.name.startswith(HFDS):
         return _by_split(row_sources(settings, download))

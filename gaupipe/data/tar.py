@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,10 +21,10 @@ from gaupipe.system.errors import UserError
 
 
 class Member(NamedTuple):
-    """An image in an archive, which its path in the data set and its class have brought here."""
+    """An image in an archive. Its label is "" until its folder says which class it is of."""
 
     path: str
-    label: str | None
+    label: str
     archive: int
     offset: int
     bytes: int
@@ -31,9 +33,14 @@ class Member(NamedTuple):
 class TarMembers:
     """The bytes of ``members`` of archives."""
 
-    def __init__(self, archives: Sequence[Path], members: Sequence[Member]) -> None:
+    def __init__(
+        self,
+        archives: Sequence[Path],
+        stamps: Sequence[tuple[str, int]],
+        members: Sequence[Member],
+    ) -> None:
         self.archives = archives
-        self.stamps = [stamp_of(str(path)) for path in archives]
+        self.stamps = stamps
         self.places = np.array([member[2:] for member in members])  # archive, offset, bytes
 
     def read(self, position: int) -> bytes:
@@ -75,13 +82,24 @@ def find_archives(root: Path) -> dict[Path, str | None]:
     return archives
 
 
-def tar_sources(root: Path, settings: DataSettings) -> dict[str, FileImages]:
-    """The images in the archives of :func:`find_archives`. The class of an image is what the file
-    .cls beside it says (WebDataset); else the folder that it lies in, or else its archive's name.
-    Raises UserError for an archive that is not whole, and for an image without a class."""
-    archives = find_archives(root)
+def tar_sources(
+    root: Path, archives: dict[Path, str | None], settings: DataSettings
+) -> dict[str, FileImages]:
+    """The images in the ``archives`` that :func:`find_archives` found. The class of an image is
+    what the file .cls beside it says (WebDataset); else the folder that it lies in, or else its
+    archive's name. Raises UserError for an archive that is not whole, and for an image without a
+    class."""
+    stamps = tuple(stamp_of(str(path)) for path in archives)
+    return sources_of(root, _scanned(root, tuple(archives.items()), stamps), settings)
+
+
+@functools.lru_cache(maxsize=1)  # settings are chosen by the images before these are loaded
+def _scanned(
+    root: Path, archives: tuple[tuple[Path, str | None], ...], stamps: tuple[tuple[str, int], ...]
+) -> dict[str, Images]:
+    """The images of each split, by the headers of all members. ``stamps`` change with archives."""
     members: list[Member] = []
-    for number, (path, split) in enumerate(archives.items()):
+    for number, (path, split) in enumerate(archives):
         start = f"{split}/" if split else ""
         members += members_of(path, number, start)
     if not members:
@@ -96,18 +114,18 @@ def tar_sources(root: Path, settings: DataSettings) -> dict[str, FileImages]:
             first, _, rest = member.path.partition("/")
             split = split_of(first) or ""
             member = member._replace(path=rest)
-        label = member.label or member.path.split("/")[0]
+        label = member.label or sys.intern(member.path.split("/")[0])
         found.setdefault(split, []).append(member._replace(label=label))
     if others := found.pop("", []):
         say_once(f"{root}: left out {len(others)} images that are of no split")
+    paths = [path for path, _ in archives]
     splits = {}
     for split, inside in found.items():
-        inside.sort(key=lambda member: (number_first(member.label or ""), member.path))
+        inside.sort(key=lambda member: (number_first(member.label), member.path))
         names = [member.path for member in inside]
-        labels = [member.label or "" for member in inside]
-        classes = sorted({*labels}, key=number_first)
-        splits[split] = Images(names, labels, classes, TarMembers([*archives], inside))
-    return sources_of(root, splits, settings)
+        labels = [member.label for member in inside]
+        splits[split] = Images(names, labels, TarMembers(paths, stamps, inside))
+    return splits
 
 
 def members_of(archive: Path, number: int, start: str) -> Iterator[Member]:
@@ -120,9 +138,9 @@ def members_of(archive: Path, number: int, start: str) -> Iterator[Member]:
         elif is_image(name):
             images.append((name, offset, size))
     for name, offset, size in images:
-        label = labels.get(_key(name))
+        label = labels.get(_key(name), "")
         flat = "/" not in name
-        if label is None and (labels or (flat and start)):
+        if not label and (labels or (flat and start)):
             raise UserError(
                 f"{archive}: {name} has no class: it should have a file .cls beside it, as others "
                 "have, or should lie in a folder CLASS/"
