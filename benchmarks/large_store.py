@@ -89,7 +89,8 @@ def measure(url: Path, images: int) -> None:
 
 def resident() -> float:
     """Anonymous resident memory in MB."""
-    [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith("RssAnon")]
     return int(line.split()[1]) / 1000
 
 

@@ -74,6 +74,7 @@ def test_shuffled_reads_keep_nothing_of_what_they_have_read(tmp_path):
     for number, batch in enumerate(batches):
         maps.gather(batch)
         if number in (40, 239):
-            [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+            lines = Path("/proc/self/status").read_text().splitlines()
+            [line] = [line for line in lines if line.startswith("RssAnon")]
             resident.append(int(line.split()[1]) / 1000)
     assert resident[1] - resident[0] < 12  # of 31 MB

@@ -14,9 +14,8 @@ import numpy as np
 
 from gaupipe.data.decoding import is_image
 from gaupipe.data.folder import folders_in, say_once, split_of
-from gaupipe.data.images import FileImages, stamp_of
-from gaupipe.data.packed import Images, number_first, sources_of
-from gaupipe.settings import DataSettings
+from gaupipe.data.images import stamp_of
+from gaupipe.data.packed import Images, number_first
 from gaupipe.system.errors import UserError
 
 
@@ -30,29 +29,31 @@ class Member(NamedTuple):
     bytes: int
 
 
+class Archive(NamedTuple):
+    """A .tar, the split that its name or its folder names, and its stamp."""
+
+    path: Path
+    split: str | None
+    stamp: tuple[str, int]
+
+
 class TarMembers:
     """The bytes of ``members`` of archives."""
 
-    def __init__(
-        self,
-        archives: Sequence[Path],
-        stamps: Sequence[tuple[str, int]],
-        members: Sequence[Member],
-    ) -> None:
+    def __init__(self, archives: Sequence[Archive], members: Sequence[Member]) -> None:
         self.archives = archives
-        self.stamps = stamps
         self.places = np.array([member[2:] for member in members])  # archive, offset, bytes
 
     def read(self, position: int) -> bytes:
         archive, offset, size = self.places[position].tolist()
-        return read_part(self.archives[archive], offset, size)
+        return read_part(self.archives[archive].path, offset, size)
 
     def place(self, position: int) -> str:
-        return str(self.archives[self.places[position, 0]])
+        return str(self.archives[self.places[position, 0]].path)
 
     def stamp(self, position: int) -> tuple[str, int]:
         archive, offset, _ = self.places[position].tolist()
-        stamp, changed_ns = self.stamps[archive]
+        stamp, changed_ns = self.archives[archive].stamp
         return f"{stamp} {offset}", changed_ns
 
 
@@ -62,46 +63,36 @@ def read_part(path: Path, offset: int, size: int) -> bytes:
         return file.read(size)
 
 
-def find_archives(root: Path) -> dict[Path, str | None]:
-    """The .tar files of a data set, each with the split that a word of its name, or its folder,
-    names. Empty where ``root`` is neither a .tar nor a folder of them alone."""
+def find_archives(root: Path) -> tuple[Archive, ...]:
+    """The .tar files of a data set. None where ``root`` is neither a .tar nor a folder of them
+    alone."""
+    splits: dict[Path, str | None] = {}
     if root.is_file():
-        return {root: None}
-    archives: dict[Path, str | None] = {}
+        splits[root] = None
     for path in sorted(root.glob("[!.]*.tar")):
         words = re.findall("[A-Za-z]+", path.stem)
-        archives[path] = next(filter(None, map(split_of, words)), None)
+        splits[path] = next(filter(None, map(split_of, words)), None)
     for folder in folders_in(root) if root.is_dir() else []:
         inside = sorted(folder.glob("[!.]*.tar"))
         if split_of(folder.name) is None or not inside:
-            return {}  # a folder of a class
-        archives |= dict.fromkeys(inside, split_of(folder.name))
-    without = [path for path, split in archives.items() if split is None]
-    if len(without) not in (0, len(archives)):
+            return ()  # a folder of a class
+        splits |= dict.fromkeys(inside, split_of(folder.name))
+    without = [path for path, split in splits.items() if split is None]
+    if len(without) not in (0, len(splits)):
         raise UserError(f"{without[0]}: the names of all archives should have train, val or test")
-    return archives
-
-
-def tar_sources(
-    root: Path, archives: dict[Path, str | None], settings: DataSettings
-) -> dict[str, FileImages]:
-    """The images in the ``archives`` that :func:`find_archives` found. The class of an image is
-    what the file .cls beside it says (WebDataset); else the folder that it lies in, or else its
-    archive's name. Raises UserError for an archive that is not whole, and for an image without a
-    class."""
-    stamps = tuple(stamp_of(str(path)) for path in archives)
-    return sources_of(root, _scanned(root, tuple(archives.items()), stamps), settings)
+    return tuple(Archive(path, split, stamp_of(str(path))) for path, split in splits.items())
 
 
 @functools.lru_cache(maxsize=1)  # settings are chosen by the images before these are loaded
-def _scanned(
-    root: Path, archives: tuple[tuple[Path, str | None], ...], stamps: tuple[tuple[str, int], ...]
-) -> dict[str, Images]:
-    """The images of each split, by the headers of all members. ``stamps`` change with archives."""
+def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
+    """The images of each split in the ``archives``, by the headers of all members. The class of an
+    image is what the file .cls beside it says (WebDataset); else the folder that it lies in, or
+    else its archive's name. Raises UserError for an archive that is not whole, and for an image
+    without a class."""
     members: list[Member] = []
-    for number, (path, split) in enumerate(archives):
-        start = f"{split}/" if split else ""
-        members += members_of(path, number, start)
+    for number, archive in enumerate(archives):
+        start = f"{archive.split}/" if archive.split else ""
+        members += members_of(archive.path, number, start)
     if not members:
         raise UserError(f"{root}: no image that Pillow reads is in there")
     while _in_one_folder(members):  # as tar packs a folder that it is given
@@ -118,13 +109,12 @@ def _scanned(
         found.setdefault(split, []).append(member._replace(label=label))
     if others := found.pop("", []):
         say_once(f"{root}: left out {len(others)} images that are of no split")
-    paths = [path for path, _ in archives]
     splits = {}
     for split, inside in found.items():
         inside.sort(key=lambda member: (number_first(member.label), member.path))
         names = [member.path for member in inside]
         labels = [member.label for member in inside]
-        splits[split] = Images(names, labels, TarMembers(paths, stamps, inside))
+        splits[split] = Images(names, labels, TarMembers(archives, inside))
     return splits
 
 
