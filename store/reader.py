@@ -17,7 +17,10 @@ from store.files import Files, damage, explain, local_folder, refuse_after_fork
 from store.layout import ROOT, Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
 from store.manifest import Manifest
 
-INDEX_CACHE_BYTES = 64 * 2**20
+INDEX_BYTES = 16
+"""Of an image, in the index of its shard."""
+MOST_INDEX_BYTES = 64 * 2**20
+"""Of each array, that a reader keeps of the shards' indices."""
 
 
 def open(
@@ -83,7 +86,14 @@ class Store:
         if layout.complete and shards != layout.num_shards:
             what = f"its manifest names {shards} of {layout.num_shards} shards"
             raise damaged(self.url, f"is complete, but {what}")
-        self._arrays = {name: files.open_array(name, INDEX_CACHE_BYTES) for name in layout.names}
+        # no more than the indices need: the rest would fill with images that an epoch reads once
+        indices = INDEX_BYTES * layout.num_shards * layout.images_per_shard + 2**20
+        self._arrays = {}
+        for name in layout.names:
+            cached = 0  # of a column, which is read whole and kept in memory
+            if not layout.is_column(name):
+                cached = min(indices, MOST_INDEX_BYTES)
+            self._arrays[name] = files.open_array(name, cached)
         self._in_memory: dict[str, np.ndarray] = {}
         if layout.complete and layout.schema.total_bytes <= preload_bytes:
             self._preload(layout.names)

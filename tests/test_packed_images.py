@@ -189,6 +189,22 @@ def test_identical_students(folder, tmp_path, in_process):
     assert len(students) == 1
 
 
+def test_the_headers_of_an_archive_are_read_once(folder, tmp_path, in_process, monkeypatch):
+    """Settings are chosen by the images, and then these are loaded."""
+    opened = []
+    open_tar = tarfile.open
+    monkeypatch.setattr(tarfile, "open", lambda **how: opened.append(how) or open_tar(**how))
+    path = tmp_path / "x.tar"
+    with open_tar(path, "w") as archive:
+        archive.add(folder, "")
+    code, _, err = in_process("plan", "--data", path, cwd=tmp_path)
+    assert (code, len(opened)) == (0, 1), err
+    with open_tar(path, "a") as archive:
+        archive.add(folder / "train" / "cat" / "0.png", "train/cat/new.png")
+    code, out, err = in_process("plan", "--data", path, "--json", cwd=tmp_path)
+    assert (code, len(opened), json.loads(out)["images"]) == (0, 2, 25), err
+
+
 @pytest.mark.parametrize("packed", ["x.tar", "hfds/saved"])
 def test_unreadable_images_are_listed_and_can_be_left_out(folder, tmp_path, in_process, packed):
     """As on a folder that never had them; what comes after them keeps its bytes."""

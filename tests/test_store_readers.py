@@ -56,3 +56,25 @@ def test_xarray_opens_a_store_with_its_decoder(tmp_path):
     prior = tree["decoder/prior"]
     assert prior.dims == ("layer", "head", "query", "raw")
     assert np.array_equal(prior, decoder["prior"])
+
+
+def test_shuffled_reads_keep_nothing_of_what_they_have_read(tmp_path):
+    """An epoch reads each image once: memory does not grow with the images read."""
+    schema = make_schema(num_images=24_000, grid=(4, 8))  # 1.5 kB an image
+    url = tmp_path / "s"
+    writer = store.create(url, schema)
+    count = writer.shards[0].stop
+    rows = make_arrays(make_schema(num_images=count, grid=(4, 8)))
+    for shard in writer.shards:
+        writer.write(shard, {name: row[: shard.stop - shard.start] for name, row in rows.items()})
+    writer.finish()
+    maps = store.open(url)
+    batches = np.random.default_rng(0).permutation(24_000).reshape(-1, 100)
+    resident = []
+    for number, batch in enumerate(batches):
+        maps.gather(batch)
+        if number in (40, 239):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            [line] = [line for line in lines if line.startswith("RssAnon")]
+            resident.append(int(line.split()[1]) / 1000)
+    assert resident[1] - resident[0] < 12  # of 31 MB

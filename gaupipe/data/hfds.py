@@ -9,14 +9,13 @@ from typing import Any
 
 from gaupipe.data.folder import say_once, split_of
 from gaupipe.data.images import FileImages, stamp_of
-from gaupipe.data.packed import Images, number_first, sources_of
+from gaupipe.data.packed import Images, sources_of
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS
 from gaupipe.system.errors import UserError, one_line
 
-IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp")
 LABEL_COLUMNS = ("label", "fine_label", "labels", "cls", "class")
-"""Columns of a table, the likeliest first; ``cls`` and ``jpg`` are WebDataset's names."""
+"""Columns of a table, the likeliest first; ``cls`` is WebDataset's name."""
 
 
 class Rows:
@@ -105,8 +104,7 @@ def _images_of(name: str, table: Any) -> Images | None:
     import datasets
 
     features = table.features
-    typed = [column for column in features if isinstance(features[column], datasets.Image)]
-    columns = [*typed, *(column for column in IMAGE_COLUMNS if column in features)]
+    columns = [column for column in features if isinstance(features[column], datasets.Image)]
     if not columns:
         raise UserError(f"{name}: no images in the columns {', '.join(features)}")
     classed = [column for column in features if isinstance(features[column], datasets.ClassLabel)]
@@ -117,15 +115,15 @@ def _images_of(name: str, table: Any) -> Images | None:
     values = table.select_columns([label])[:][label]
     if None in values or -1 in values:
         return None
+    classes = None
     if label in classed:
         labels = [features[label].names[value] for value in values]
         classes = [text for text in features[label].names if text in {*labels}]
     else:
         labels = [str(value) for value in values]
-        classes = sorted({*labels}, key=number_first)
     table = table.cast_column(columns[0], datasets.Image(decode=False))
     path = f"{columns[0]}.path"
     paths = table.flatten().select_columns([path])[:][path]
     names = [os.path.basename(path or "") or f"{place:09}" for place, path in enumerate(paths)]
     names = [f"{label}/{name}" for label, name in zip(labels, names, strict=True)]
-    return Images(names, labels, classes, Rows(name, table, columns[0]))
+    return Images(names, labels, Rows(name, table, columns[0]), classes)

@@ -33,32 +33,33 @@ class PackedImages(FileImages):
     of files with these names."""
 
     reader: Reader
-    places: list[int]
+    places: np.ndarray
     """The reader's position of each image: it has those that were left out, too."""
 
     def open(self, position: int) -> io.BytesIO:
-        return io.BytesIO(self.reader.read(self.places[position]))
+        return io.BytesIO(self.reader.read(int(self.places[position])))
 
     def path(self, position: int) -> str:
-        return f"{self.reader.place(self.places[position])}/{self.names[position]}"
+        return f"{self.reader.place(int(self.places[position]))}/{self.names[position]}"
 
     def stamp(self, position: int) -> tuple[str, int]:
-        return self.reader.stamp(self.places[position])
+        return self.reader.stamp(int(self.places[position]))
 
     def only(self, kept: np.ndarray) -> FileImages:
         other = super().only(kept)
         assert isinstance(other, PackedImages)
-        other.places = [self.places[position] for position in kept]
+        other.places = self.places[kept]
         return other
 
 
 class Images(NamedTuple):
-    """The images of a split: their names and classes, all classes in order, and their bytes."""
+    """The images of a split: their names and classes, and their bytes. ``classes`` are all classes
+    in order; None sorts them, numbers by their value."""
 
     names: list[str]
     labels: list[str]
-    classes: list[str]
     reader: Reader
+    classes: list[str] | None = None
 
 
 def sources_of(
@@ -69,7 +70,8 @@ def sources_of(
     """
     if "train" not in splits:
         raise UserError(f"{place}: has images for {', '.join(splits)}, and none for training")
-    classes = splits["train"].classes
+    train = splits["train"]
+    classes = train.classes or sorted({*train.labels}, key=number_first)
     numbers = {name: number for number, name in enumerate(classes)}
     sources: dict[str, FileImages] = {}
     for split, images in splits.items():
@@ -80,7 +82,7 @@ def sources_of(
         labels = np.array([numbers[label] for label in images.labels])
         source = PackedImages(place / split, images.names, labels, settings, classes)
         source.reader = images.reader
-        source.places = [*range(len(labels))]
+        source.places = np.arange(len(labels))
         sources[split] = as_asked(source)
     return sources
 

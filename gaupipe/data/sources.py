@@ -19,7 +19,8 @@ from torch import Tensor
 from gaupipe.data.folder import FolderFacts, check_classes, find_classes, find_splits, place_of
 from gaupipe.data.hfds import row_sources
 from gaupipe.data.images import ArrayImages, FileImages, Source, as_asked
-from gaupipe.data.tar import find_archives, tar_sources
+from gaupipe.data.packed import sources_of
+from gaupipe.data.tar import find_archives, images_in
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
@@ -42,8 +43,8 @@ def open_sources(
     """
     if settings.name == "folder":
         root = settings.root or Path("data")
-        if find_archives(root):
-            return _by_split(tar_sources(root, settings))
+        if archives := find_archives(root):
+            return _by_split(sources_of(root, images_in(root, archives), settings))
         return _folder_sources(root, settings)
     if settings.name.startswith(HFDS):
         return _by_split(row_sources(settings, download))

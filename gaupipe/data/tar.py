@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,40 +14,46 @@ import numpy as np
 
 from gaupipe.data.decoding import is_image
 from gaupipe.data.folder import folders_in, say_once, split_of
-from gaupipe.data.images import FileImages, stamp_of
-from gaupipe.data.packed import Images, number_first, sources_of
-from gaupipe.settings import DataSettings
+from gaupipe.data.images import stamp_of
+from gaupipe.data.packed import Images, number_first
 from gaupipe.system.errors import UserError
 
 
 class Member(NamedTuple):
-    """An image in an archive, which its path in the data set and its class have brought here."""
+    """An image in an archive. Its label is "" until its folder says which class it is of."""
 
     path: str
-    label: str | None
+    label: str
     archive: int
     offset: int
     bytes: int
 
 
+class Archive(NamedTuple):
+    """A .tar, the split that its name or its folder names, and its stamp."""
+
+    path: Path
+    split: str | None
+    stamp: tuple[str, int]
+
+
 class TarMembers:
     """The bytes of ``members`` of archives."""
 
-    def __init__(self, archives: Sequence[Path], members: Sequence[Member]) -> None:
+    def __init__(self, archives: Sequence[Archive], members: Sequence[Member]) -> None:
         self.archives = archives
-        self.stamps = [stamp_of(str(path)) for path in archives]
         self.places = np.array([member[2:] for member in members])  # archive, offset, bytes
 
     def read(self, position: int) -> bytes:
         archive, offset, size = self.places[position].tolist()
-        return read_part(self.archives[archive], offset, size)
+        return read_part(self.archives[archive].path, offset, size)
 
     def place(self, position: int) -> str:
-        return str(self.archives[self.places[position, 0]])
+        return str(self.archives[self.places[position, 0]].path)
 
     def stamp(self, position: int) -> tuple[str, int]:
         archive, offset, _ = self.places[position].tolist()
-        stamp, changed_ns = self.stamps[archive]
+        stamp, changed_ns = self.archives[archive].stamp
         return f"{stamp} {offset}", changed_ns
 
 
@@ -55,35 +63,36 @@ def read_part(path: Path, offset: int, size: int) -> bytes:
         return file.read(size)
 
 
-def find_archives(root: Path) -> dict[Path, str | None]:
-    """The .tar files of a data set, each with the split that a word of its name, or its folder,
-    names. Empty where ``root`` is neither a .tar nor a folder of them alone."""
+def find_archives(root: Path) -> tuple[Archive, ...]:
+    """The .tar files of a data set. None where ``root`` is neither a .tar nor a folder of them
+    alone."""
+    splits: dict[Path, str | None] = {}
     if root.is_file():
-        return {root: None}
-    archives: dict[Path, str | None] = {}
+        splits[root] = None
     for path in sorted(root.glob("[!.]*.tar")):
         words = re.findall("[A-Za-z]+", path.stem)
-        archives[path] = next(filter(None, map(split_of, words)), None)
+        splits[path] = next(filter(None, map(split_of, words)), None)
     for folder in folders_in(root) if root.is_dir() else []:
         inside = sorted(folder.glob("[!.]*.tar"))
         if split_of(folder.name) is None or not inside:
-            return {}  # a folder of a class
-        archives |= dict.fromkeys(inside, split_of(folder.name))
-    without = [path for path, split in archives.items() if split is None]
-    if len(without) not in (0, len(archives)):
+            return ()  # a folder of a class
+        splits |= dict.fromkeys(inside, split_of(folder.name))
+    without = [path for path, split in splits.items() if split is None]
+    if len(without) not in (0, len(splits)):
         raise UserError(f"{without[0]}: the names of all archives should have train, val or test")
-    return archives
+    return tuple(Archive(path, split, stamp_of(str(path))) for path, split in splits.items())
 
 
-def tar_sources(root: Path, settings: DataSettings) -> dict[str, FileImages]:
-    """The images in the archives of :func:`find_archives`. The class of an image is what the file
-    .cls beside it says (WebDataset); else the folder that it lies in, or else its archive's name.
-    Raises UserError for an archive that is not whole, and for an image without a class."""
-    archives = find_archives(root)
+@functools.lru_cache(maxsize=1)  # settings are chosen by the images before these are loaded
+def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
+    """The images of each split in the ``archives``, by the headers of all members. The class of an
+    image is what the file .cls beside it says (WebDataset); else the folder that it lies in, or
+    else its archive's name. Raises UserError for an archive that is not whole, and for an image
+    without a class."""
     members: list[Member] = []
-    for number, (path, split) in enumerate(archives.items()):
-        start = f"{split}/" if split else ""
-        members += members_of(path, number, start)
+    for number, archive in enumerate(archives):
+        start = f"{archive.split}/" if archive.split else ""
+        members += members_of(archive.path, number, start)
     if not members:
         raise UserError(f"{root}: no image that Pillow reads is in there")
     while _in_one_folder(members):  # as tar packs a folder that it is given
@@ -96,18 +105,17 @@ def tar_sources(root: Path, settings: DataSettings) -> dict[str, FileImages]:
             first, _, rest = member.path.partition("/")
             split = split_of(first) or ""
             member = member._replace(path=rest)
-        label = member.label or member.path.split("/")[0]
+        label = member.label or sys.intern(member.path.split("/")[0])
         found.setdefault(split, []).append(member._replace(label=label))
     if others := found.pop("", []):
         say_once(f"{root}: left out {len(others)} images that are of no split")
     splits = {}
     for split, inside in found.items():
-        inside.sort(key=lambda member: (number_first(member.label or ""), member.path))
+        inside.sort(key=lambda member: (number_first(member.label), member.path))
         names = [member.path for member in inside]
-        labels = [member.label or "" for member in inside]
-        classes = sorted({*labels}, key=number_first)
-        splits[split] = Images(names, labels, classes, TarMembers([*archives], inside))
-    return sources_of(root, splits, settings)
+        labels = [member.label for member in inside]
+        splits[split] = Images(names, labels, TarMembers(archives, inside))
+    return splits
 
 
 def members_of(archive: Path, number: int, start: str) -> Iterator[Member]:
@@ -120,9 +128,9 @@ def members_of(archive: Path, number: int, start: str) -> Iterator[Member]:
         elif is_image(name):
             images.append((name, offset, size))
     for name, offset, size in images:
-        label = labels.get(_key(name))
+        label = labels.get(_key(name), "")
         flat = "/" not in name
-        if label is None and (labels or (flat and start)):
+        if not label and (labels or (flat and start)):
             raise UserError(
                 f"{archive}: {name} has no class: it should have a file .cls beside it, as others "
                 "have, or should lie in a folder CLASS/"
