@@ -897,7 +897,13 @@ DATA = [
     ),
     Row("run --data new", "new/train", make("new", Path.mkdir)),
     Row("plan --data new", "cat", only_class("cat")),
-    Row("run --data pictures", "pictures/train/cat/9.png", cut("pictures/train/cat/9.png")),
+    *(
+        Row(command, "pictures/train/cat/9.png", cut("pictures/train/cat/9.png"))
+        for command in (
+            "run --data pictures",
+            "train pictures.yaml --run-dir new --set data.cache=none",
+        )
+    ),
     Row("evaluate --run-dir plain", "data.root --data --run-dir", remove("pictures")),
     Row(
         "evaluate --run-dir plain --data new",

@@ -2,7 +2,9 @@
 than they bring."""
 
 import functools
+import gc
 import importlib
+import importlib.util
 import shutil
 import signal
 import sys
@@ -19,6 +21,19 @@ from runs import run_main
 from storage import CREDENTIALS, s3_server
 
 torch.set_num_threads(1)
+
+gc.disable()  # while tests are collected: it would take a fifth of that time and find nothing
+
+
+def pytest_collection_finish():
+    """Keeps the garbage collector from what stays: the modules and the tests."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # libraries look for what leaks as the process ends
+
 
 # Processes inherit from what starts the tests that a signal is ignored or blocked (a shell's
 # background jobs ignore SIGINT), and gaupipe leaves ignored signals ignored.
@@ -108,6 +123,21 @@ def example(monkeypatch):
             module.main()
 
         return module, run
+
+    return load
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a file by its path in the repository."""
+
+    def load(path):
+        path = Path(__file__).parent.parent / path
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, path.stem, module)  # a dataclass of it looks itself up
+        spec.loader.exec_module(module)
+        return module
 
     return load
 

@@ -2,17 +2,11 @@
 
 from pathlib import Path
 
+from arguments import tiny
 from gaupipe.settings import load as config
 from stages import export, phase_a
 
-SETTINGS = [
-    "data.train_images=200",
-    "data.batch_size=2",
-    "phase_a.max_epochs=1",
-    "phase_a.mode=stochastic",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
+SETTINGS = [*tiny(200, 2, 1), "phase_a.mode=stochastic"]
 SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
 
 

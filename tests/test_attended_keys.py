@@ -1,8 +1,6 @@
 """docs/figures/attended_keys.py, on runs of an epoch."""
 
-import importlib.util
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,15 +8,10 @@ import pytest
 import gaupipe
 from gaupipe.models import forward_with_maps
 
-SCRIPT = Path(__file__).parent.parent / "docs" / "figures" / "attended_keys.py"
-
 
 @pytest.fixture
-def attended_keys():
-    spec = importlib.util.spec_from_file_location("attended_keys", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def attended_keys(script):
+    return script("docs/figures/attended_keys.py")
 
 
 @pytest.fixture

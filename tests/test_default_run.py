@@ -1,6 +1,5 @@
 """docs/figures/default_run.py, on a run of an epoch."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -14,17 +13,10 @@ from gaupipe.models import forward_with_maps
 from gaupipe.settings import load as config
 from stages import export, phase_a, phase_b
 
-SCRIPT = Path(__file__).parent.parent / "docs" / "figures" / "default_run.py"
-
 
 @pytest.fixture
-def default_run():
-    spec = importlib.util.spec_from_file_location("default_run", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def default_run(script):
+    return script("docs/figures/default_run.py")
 
 
 @pytest.fixture(scope="module")

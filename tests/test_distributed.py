@@ -196,7 +196,6 @@ def test_scores_are_those_of_one_process(tmp_path, trained):
     [
         (["phase-a", "nosuch"], "no file 'nosuch'"),
         (["phase-a", "digits", "--set", "data.buckets=3"], "3 buckets cannot be shared by 2"),
-        (["evaluate", "--run-dir", "nothing"], "is not a run directory"),
         (["inspect", "RUN/maps.zarr"], "inspect is a job for one process"),
         (["run", "--nosuch"], "No such option"),
     ],

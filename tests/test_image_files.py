@@ -130,19 +130,6 @@ def test_an_image_that_is_damaged_after_a_look_is_refused_when_it_is_read(root, 
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("command,cache", [("phase-a", "auto"), ("train", "none")])
-def test_a_damaged_image_stops_a_run_before_anything_is_written(
-    root, in_process, tmp_path, command, cache
-):
-    path = root / "train" / "dog" / "3.bmp"
-    os.truncate(path, 150)  # only the header is there
-    settings = sets("data.name=folder", f"data.root={root}", f"data.cache={cache}")
-    code, out, err = in_process(command, "digits", "--run-dir", tmp_path / "run", *settings)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"gaupipe: {path}: not readable")
-    assert not (tmp_path / "run").exists()
-
-
 # what a folder holds
 
 

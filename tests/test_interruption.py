@@ -39,13 +39,10 @@ CASES = {
         "baseline.epochs=0",
     ],
     "files": [
-        "phase_a.rows.initial_std=0.1",
-        "train.optim.accumulate=4",
-        "baseline.epochs=0",
-    ],
-    "buckets": [
         "data.buckets=2",
+        "phase_a.rows.initial_std=0.1",
         "phase_a.mode=stochastic",
+        "train.optim.accumulate=4",
         "baseline.epochs=0",
     ],
     "vit": [
@@ -109,7 +106,7 @@ def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, cas
     for number in itertools.cycle(ends):
         calls = (generator.randint(4, 11) if killed else 10,)  # 10: only the evaluation is left
         kill = AtCall(BATCH, calls, number)
-        if killed == 1 and case in ("files", "buckets"):
+        if killed == 1 and case == "files":
             kill = AtCall(RECORD, (generator.randint(60, 170),))
         run = with_settings("run", tmp_path / "killed", [*TINY, *CASES[case]])
         code, words = attempt(tmp_path, run, kill)

@@ -1,13 +1,11 @@
 """docs/results/judge.py, on a clone with two classes and four images."""
 
 import hashlib
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "docs" / "results" / "judge.py"
 CLASSES = """Class Name (str),Class ID (int),Coarse Class Name (str),Coarse Class ID (int)
 Granny-Smith,0,Apple,0
 Pink-Lady,1,Apple,0
@@ -26,11 +24,8 @@ FOLDERS = {
 
 
 @pytest.fixture
-def judge():
-    spec = importlib.util.spec_from_file_location("judge", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def judge(script):
+    return script("docs/results/judge.py")
 
 
 @pytest.fixture
@@ -87,7 +82,7 @@ def test_another_clone_is_refused_and_nothing_written(
 
 
 def test_the_page_has_the_checksums_of_the_script(judge):
-    page = (SCRIPT.parent / "judge.md").read_text()
+    page = Path(judge.__file__).with_suffix(".md").read_text()
     for split, checksum in judge.LISTS.items():
         assert f"| {split} |" in page
         assert f"| {checksum} |" in page

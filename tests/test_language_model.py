@@ -1,7 +1,6 @@
 """examples/language_model.py, on a text of a few words and with models of one block, and the table
 of its page."""
 
-import importlib.util
 import json
 import re
 import types
@@ -153,11 +152,8 @@ def test_kept_memory_is_what_autograd_holds(example):
 
 
 @pytest.fixture
-def language_table():
-    spec = importlib.util.spec_from_file_location("table", ROOT / "docs" / "language_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.table
+def language_table(script):
+    return script("docs/language_table.py").table
 
 
 def test_the_table_pairs_losses_by_seed(language_table):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import store
+from arguments import tiny
 from gaupipe.distillation import kinds
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
@@ -15,16 +16,7 @@ from stages.view.serve import open_viewer
 from store.encoding import Weights
 from store.kinds import ArraySpec
 
-SETTINGS = [
-    "data.train_images=60",
-    "data.batch_size=30",
-    "phase_a.max_epochs=1",
-    "train.epochs=1",
-    "export.kind=headmean",
-    "export.encoding=uint8",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
+SETTINGS = [*tiny(60, 30, 1), "export.kind=headmean", "export.encoding=uint8"]
 
 
 class HeadMean(store.Kind):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import shlex
 import shutil
 
@@ -346,15 +345,6 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
     assert len(metrics(trained / "metrics.jsonl")) == 3
     code, _, err = in_process("train", "--data", "mine", "--resume", cwd=tmp_path)
     assert code == 0 and "nothing is left to train" in err, err
-
-
-def test_an_image_late_in_a_folder_that_is_cut_off_is_found_first(in_process, tmp_path):
-    path = photos(tmp_path / "mine", count=300) / "cat" / "200.png"
-    os.truncate(path, 20)
-    before = sorted(tmp_path.rglob("*"))
-    code, out, err = in_process("run", "--data", "mine", cwd=tmp_path)
-    assert (code, out) == (2, "") and "mine/cat/200.png: not readable" in err.splitlines()[-1]
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_folder_is_compared_without_settings(tmp_path, in_process):

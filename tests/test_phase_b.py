@@ -210,7 +210,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_the_ways_to_distil(tmp_path, way):
     kind = way.split("-")[0] if way.split("-")[0] in MAP_KINDS else "gaussian"
-    changes = ["train.epochs=3", "phase_b.gamma=1", *WAYS[way]]
+    changes = ["data.train_images=400", "train.epochs=3", "phase_b.gamma=1", *WAYS[way]]
     rows = phase_b.run(make(tmp_path / "run", *changes, kind=kind), "standard")
     for name in ("train_loss", "loss_feat"):
         assert rows[-1][name] < rows[0][name], name

@@ -29,8 +29,8 @@ gaupipe.register("residual", Residual)
 
 
 @pytest.fixture
-def in_new_process(in_process, tmp_path):
-    """As ``in_process``, but what a command registers is forgotten as it ends."""
+def apart(in_process, tmp_path):
+    """Runs a command as ``in_process`` does, and forgets what it registers."""
 
     def call(*arguments):
         with pytest.MonkeyPatch.context() as patch:
@@ -42,28 +42,26 @@ def in_new_process(in_process, tmp_path):
     return call
 
 
-def test_an_imported_attention_is_trained_and_its_folder_says_what_is_missing(
-    in_new_process, tmp_path
-):
+def test_an_imported_attention_is_trained_and_its_folder_says_what_is_missing(apart, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     mine = ("--import", "mine.py")
     settings = sets(*tiny(100, 50, 2), "train.epochs=1")
-    code, _, err = in_new_process(*mine, "train", "--student", "Residual", *settings)
+    code, _, err = apart(*mine, "train", "--student", "Residual", *settings)
     assert code == 0, err
     student = tmp_path / "runs/digits/plain/residual/student"
     assert "residual" in json.dumps(json.loads((student / "config.json").read_text()))
-    code, _, err = in_new_process(*mine, "evaluate", "--json")
+    code, _, err = apart(*mine, "evaluate", "--json")
     assert code == 0, err
-    code, _, err = in_new_process("evaluate")
+    code, _, err = apart("evaluate")
     assert code == 2 and "residual" in err.splitlines()[-1]
 
 
-def test_the_processes_of_a_comparison_know_an_imported_attention(in_new_process, tmp_path):
+def test_the_processes_of_a_comparison_know_an_imported_attention(apart, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     settings = sets(*tiny(100, 50, 1, depth=1))
     rows = ("--seeds", 0, "--row", "plain ViT, residual", "--jobs", 2)
     compare = ("--import", "mine.py", "compare", "--students", "residual", *rows, "--json")
-    code, out, err = in_new_process(*compare, *settings)
+    code, out, err = apart(*compare, *settings)
     assert code == 0, err
     rows = json.loads(out)["rows"]
     assert [len(row["runs"]) for row in rows] == [1, 1] and not any(row["failed"] for row in rows)

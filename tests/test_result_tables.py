@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 from pathlib import Path
@@ -16,13 +15,9 @@ ROOT = Path(__file__).parents[1]
 KEYS = {"command", "commit", "data", "images", "epochs", "seed", "core_seconds"}
 
 
-@pytest.fixture(scope="module")
-def collect():
-    path = ROOT / "docs" / "results" / "collect.py"
-    spec = importlib.util.spec_from_file_location("collect", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def collect(script):
+    return script("docs/results/collect.py")
 
 
 def test_every_page_has_the_tables_of_its_raw_files(collect):

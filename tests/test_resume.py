@@ -6,21 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from arguments import tiny
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from killing import exit_code, until_it_ends
 from runs import results
 
-TINY = [
-    "data.train_images=300",
-    "data.batch_size=20",
-    "phase_a.max_epochs=4",
-    "phase_a.stop_accuracy=1.0",
-    "train.epochs=4",
-    "baseline.epochs=4",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
+TINY = [*tiny(300, 20, 4), "baseline.epochs=4"]
 CASES = {
     "memory": [
         "model.stem=conv",

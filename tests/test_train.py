@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import load_file
 
 import gaupipe.vit.models  # noqa: F401  (timm learns the attentions)
-from arguments import sets
+from arguments import sets, tiny
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from pictures import photos
@@ -20,14 +20,7 @@ from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 from worlds import command, in_world
 
-TINY = [
-    "data.train_images=100",
-    "data.batch_size=50",
-    "phase_a.max_epochs=1",
-    "train.epochs=3",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
+TINY = [*tiny(100, 50, 3), "phase_a.max_epochs=1"]
 SETS = sets(*TINY)
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import store
-from arguments import sets
 from gaupipe.system.errors import UserError
 from gaupipe.system.imports import pip_install
 from stages.view import page
@@ -29,12 +28,6 @@ from viewing import get, serving, unpacked
 
 ROOT = Path(__file__).parents[1]
 MANY = "9" * 5000
-TINY = [
-    "data.train_images=40",
-    "phase_a.max_epochs=1",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +189,8 @@ def test_a_page_of_no_named_image_shows_the_first(small_run, in_process, tmp_pat
     assert shown[0] == shown[1]
 
 
-def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path, in_process):
+def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(small_run, tmp_path, in_process):
     """Nor does it touch a file of the user's, whatever its name."""
-    run = tmp_path / "run"
-    code, _, err = in_process("phase-a", "digits", "--run-dir", run, *sets(*TINY))
-    assert code == 0, err
-    assert in_process("export-maps", "--run-dir", run)[0] == 0
     folder = tmp_path / "out"
     folder.mkdir()
     for mine in ("o.partial", "o.html.partial"):
@@ -210,7 +199,7 @@ def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path, in_proces
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
     try:
-        arguments = ("view", run / "maps.zarr", "--image", 3, "--html", "o.html")
+        arguments = ("view", small_run / "maps.zarr", "--image", 3, "--html", "o.html")
         code, printed, err = in_process(*arguments, cwd=folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
