@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib import colormaps
@@ -29,8 +30,9 @@ FIGURES = Path(__file__).parent
 DESKTOP = (1280, 800)
 OF_PHOTOS = {
     "view": (DESKTOP, "image=0"),
-    "view_patch": (DESKTOP, "image=1&layer=6&head=2&query=90&theme=dark"),
+    "view_patch": (DESKTOP, "image=1&layer=6&head=2&query=90"),
 }
+DARK = {"view_patch"}
 OF_DIGITS = {
     "view_student": (DESKTOP, "image=3&layer=1&head=1&query=6&student=standard"),
     "view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=6"),
@@ -62,7 +64,8 @@ def served(*arguments: str | Path) -> Iterator[str]:
 
 def screenshot(browser: Browser, address: str, name: str, size: tuple[int, int]) -> None:
     width, height = size
-    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
+    scheme: Literal["light", "dark"] = "dark" if name in DARK else "light"
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
     page.goto(address)
     page.wait_for_selector("html[data-ready]")
     page.wait_for_selector("#thumbs img")
