@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import os
 import shutil
 import signal
 import sys
@@ -21,6 +22,7 @@ from runs import run_main
 from storage import CREDENTIALS, s3_server
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that begin after this one
 
 gc.disable()  # while tests are collected: it would take a fifth of that time and find nothing
 
