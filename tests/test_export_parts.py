@@ -142,6 +142,24 @@ def test_parts_on_object_storage(trained, run, s3, tmp_path):
     assert set(Files(url).list()) == set(whole)
 
 
+def test_an_export_to_a_bucket_reads_back_what_is_there(run, s3, monkeypatch):
+    url = f"{s3}/back.zarr"
+    finish = writing.finish
+
+    def after_another_process(*arguments):
+        Files(url).write("labels/c/3", b"of another process")
+        return finish(*arguments)
+
+    with monkeypatch.context() as late:
+        late.setattr(writing, "finish", after_another_process)
+        with pytest.raises(store.StoreError, match="the files of 1 shards are not what"):
+            export.run(run, shard_mb=SHARD_MB, out=url)
+    with pytest.raises(store.UnfinishedStore):
+        store.open(url)
+    export.run(run, shard_mb=SHARD_MB, out=url)
+    assert store.verify(url) == []
+
+
 def test_parts_that_are_killed_lose_nothing(trained, run):
     draw = np.random.default_rng()
     for number in (1, 2, 3, 1, 2, 3):  # of some six shards each, of two writes

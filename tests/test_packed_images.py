@@ -77,16 +77,18 @@ def test_a_tar_is_as_the_folder_that_it_packs(folder, tmp_path, start):
     assert same(load(tar(tmp_path / "x.tar", folder, arcname=start)), load(folder))
 
 
+@pytest.mark.parametrize("start", ["", "train"])
 @pytest.mark.parametrize("named", [True, False])
-def test_a_folder_of_tars_is_as_a_folder(folder, tmp_path, named):
-    """Shards named by their split, or in folders of the splits."""
+def test_a_folder_of_tars_is_as_a_folder(folder, tmp_path, named, start):
+    """Shards named by their split, or in folders of the splits; the split's folder may be in it."""
     for split in ("train", "val"):
         files = sorted((folder / split).rglob("*.png"))
         for number in range(2):
             place = tmp_path / "tars" / ("" if named else split)
             place.mkdir(parents=True, exist_ok=True)
             name = f"mine-{split}-000{number}.tar" if named else f"{number}.tar"
-            tar(place / name, folder / split, files[number::2])
+            inside = start and f"{split}/"
+            tar(place / name, folder / split, files[number::2], inside)
     (tmp_path / "tars" / "README.md").touch()
     assert same(load(tmp_path / "tars"), load(folder))
 

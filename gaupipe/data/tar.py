@@ -91,8 +91,7 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
     without a class."""
     members: list[Member] = []
     for number, archive in enumerate(archives):
-        start = f"{archive.split}/" if archive.split else ""
-        members += members_of(archive.path, number, start)
+        members += members_of(archive, number)
     if not members:
         raise UserError(f"{root}: no image that Pillow reads is in there")
     while _in_one_folder(members):  # as tar packs a folder that it is given
@@ -118,25 +117,28 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
     return splits
 
 
-def members_of(archive: Path, number: int, start: str) -> Iterator[Member]:
-    """The images of an archive, whose paths begin with ``start``."""
+def members_of(archive: Archive, number: int) -> Iterator[Member]:
+    """The images of an archive. Their paths begin with the archive's split, if it has one."""
+    path = archive.path
     images: list[tuple[str, int, int]] = []
     labels: dict[str, str] = {}
-    for name, offset, size in _files_in(archive):
+    for name, offset, size in _files_in(path):
         if name.endswith(".cls"):
-            labels[_key(name)] = read_part(archive, offset, size).decode(errors="replace").strip()
+            labels[_key(name)] = read_part(path, offset, size).decode(errors="replace").strip()
         elif is_image(name):
             images.append((name, offset, size))
     for name, offset, size in images:
         label = labels.get(_key(name), "")
         flat = "/" not in name
-        if not label and (labels or (flat and start)):
+        if not label and (labels or (flat and archive.split)):
             raise UserError(
-                f"{archive}: {name} has no class: it should have a file .cls beside it, as others "
+                f"{path}: {name} has no class: it should have a file .cls beside it, as others "
                 "have, or should lie in a folder CLASS/"
             )
-        folder = f"{archive.stem}/" if flat else ""
-        yield Member(f"{start}{folder}{name}", label, number, offset, size)
+        folder = f"{path.stem}/" if flat else ""
+        if archive.split is not None and split_of(name.partition("/")[0]) != archive.split:
+            folder = f"{archive.split}/{folder}"  # train.tar may or may not have a folder train/
+        yield Member(f"{folder}{name}", label, number, offset, size)
 
 
 def _files_in(archive: Path) -> Iterator[tuple[str, int, int]]:
