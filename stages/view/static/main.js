@@ -249,7 +249,7 @@ function render() {
   renderHeading(app);
   for (const name of CONTROLS) {
     if ($(name).type === "checkbox") $(name).checked = Boolean(state[name]);
-    else if (name !== "explain") $(name).value = state[name];
+    else $(name).value = name === "explain" ? own.relevanceClass : state[name];
   }
   for (const button of document.querySelectorAll("#stage button, .side button")) {
     const sets = Object.entries(button.dataset);
@@ -263,10 +263,12 @@ function render() {
 /** The classes that can be explained, the likeliest first. */
 function fillExplained() {
   const { likely } = app.own.header;
+  const first = likely.map(app.className).join();
+  if ($("explain").dataset.first === first) return; // they are a thousand
+  $("explain").dataset.first = first;
   const others = [...Array(app.about.classes).keys()].filter((label) => !likely.includes(label));
   const options = [...likely, ...others].map((label) => new Option(app.className(label), label));
   $("explain").replaceChildren(...options);
-  $("explain").value = app.own.relevanceClass ?? likely[0];
 }
 
 /** What changes while the pointer moves. */
