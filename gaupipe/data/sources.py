@@ -192,6 +192,14 @@ def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Sourc
         )
     train = _timm_data_set(settings, download, "train")
     test = _timm_data_set(settings, download, "validation", "test")
+    classes = getattr(train, "class_to_idx", {})
+    test_classes = getattr(test, "class_to_idx", {})
+    if classes != test_classes:  # a label would mean another class
+        different = min(classes.keys() ^ test_classes.keys(), default="")
+        raise UserError(
+            f"data set {settings.name}: training and test images do not have the same "
+            f"classes; {different!r} is one that only one of them has"
+        )
     return _timm_source(train, settings), _timm_source(test, settings)
 
 

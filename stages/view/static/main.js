@@ -263,7 +263,7 @@ function render() {
 /** The classes that can be explained, the likeliest first. */
 function fillExplained() {
   const { likely } = app.own.header;
-  const first = likely.join();
+  const first = likely.map(app.className).join();
   if ($("explain").dataset.first === first) return; // they are a thousand
   $("explain").dataset.first = first;
   const others = [...Array(app.about.classes).keys()].filter((label) => !likely.includes(label));
