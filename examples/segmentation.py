@@ -211,7 +211,7 @@ def load_encoder(args):
         right = "a timm name with weights or the folder of a student"
         try:
             if args.pretrained or args.download:
-                model = pretrained(args.model, given, args.download, right, "--download")
+                model = pretrained(args.model, given, args.download, right)
             else:
                 model = created(args.model, given)
         except UserError as error:

@@ -388,7 +388,7 @@ def test_plain_training_refuses_a_setting_of_distillation(run_dir):
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
     run_dir, tmp_path, monkeypatch, in_process, moment
 ):
-    """Its folder has the request, and the command that goes on is said."""
+    """The command that goes on is said whole, so it is the same before there is a folder."""
     export.run(run_dir, "dense", out=str(tmp_path / "dense.zarr"))
 
     def interrupted(*_arguments, **_more):
@@ -401,10 +401,11 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
         patch.setattr(module, moment, interrupted)
         asked = "--set", "train.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
         code, _, err = in_process(*command, *asked, cwd=tmp_path)
-    asked = f"{name} --set train.epochs=2 --student belief2 --maps dense.zarr --resume"
-    assert (code, err.splitlines()[-1][-len(asked) :]) == (130, asked)
-    code, _, said = in_process(*command, "--resume")
-    assert f"{name}: nothing was saved to resume: starts afresh with the settings it was" in said
+    goes_on = f"{name} --set train.epochs=2 --student belief2 --maps dense.zarr --resume"
+    assert (code, err.splitlines()[-1][-len(goes_on) :]) == (130, goes_on)
+    code, _, said = in_process(*command, *asked, "--resume", cwd=tmp_path)
+    whose = "it was begun with" if moment == "train" else "of this command"
+    assert f"{name}: nothing was saved to resume: starts afresh with the settings {whose}" in said
     assert code == 0 and f"{name} epoch 2/2: " in said and "next: gaupipe evaluate" in said
     learned = json.loads((run_dir / "phase_b" / name / "maps.json").read_text())
     assert learned["url"] == str(tmp_path / "dense.zarr")
