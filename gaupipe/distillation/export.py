@@ -147,7 +147,9 @@ def outputs(
         for name, tensor in named.items():
             if tensor.is_floating_point():
                 tensor = tensor.float() if schema.has_codes(name) else tensor.half()
-            arrays[name] = tensor.cpu().numpy()
+                arrays[name] = tensor.cpu().numpy()
+            else:  # keys of 8 bytes, of shards that wait to be written, would fill the memory
+                arrays[name] = tensor.cpu().numpy().astype(schema.stored_dtype(name))
         yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
 
 
