@@ -34,7 +34,7 @@ from stages.runs.resources import (
     copies,
     gigabytes,
     make_plan,
-    store_bytes,
+    store_size,
     training_memory,
 )
 
@@ -53,6 +53,7 @@ class Stage(Needs):
     epochs: NotRequired[int]
     steps: NotRequired[int]
     parameters: NotRequired[int]
+    files: NotRequired[int]
 
 
 class Total(Needs):
@@ -146,7 +147,7 @@ def plan_phases(
     teacher = build_teacher(settings, data)
     export = planned_export(settings, teacher, MapShape.of(teacher), MapShape.of(built))
     needs = make_plan(settings, teacher, data, images, world_size)
-    stored = store_bytes(settings, teacher, export, images, data.num_classes)
+    stored, files = store_size(settings, teacher, export, images, data.num_classes)
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
     stages: dict[str, Stage] = {
         "phase_a": {
@@ -160,6 +161,7 @@ def plan_phases(
             "model": f"store ({export.kind})",
             "memory_bytes": needs.memory_bytes,
             "disk_bytes": stored,
+            "files": files,
         },
         "phase_b": student,
     }
@@ -254,7 +256,7 @@ LABELS = {
 
 def tables(plan: Plan) -> Iterator[Table | str]:
     """The plan that :func:`run` returned: a line for each stage and their total; then the rest."""
-    columns = ("epochs", "steps", "parameters", "memory", "disk")
+    columns = ("epochs", "steps", "parameters", "files", "memory", "disk")
     numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
     stages = Table("", *numbers, box=None, pad_edge=False)
     sums = plan["total"]
@@ -265,7 +267,7 @@ def tables(plan: Plan) -> Iterator[Table | str]:
         "disk_bytes": sums["disk_bytes"],
     }
     for stage in (*plan["stages"].values(), total):
-        counts = [stage.get("epochs"), stage.get("steps"), stage.get("parameters")]
+        counts = [stage.get(name) for name in ("epochs", "steps", "parameters", "files")]
         stages.add_row(
             stage["model"],
             *(f"{count:,}" if count else "" for count in counts),

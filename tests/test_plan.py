@@ -93,6 +93,16 @@ def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_sett
     assert stages["export"]["disk_bytes"] == sum(array.nbytes for array in arrays)
 
 
+@pytest.mark.parametrize("name", ["digits", "digits_expected"])  # with a decoder, and without
+def test_a_store_has_as_many_files_as_planned(name, tmp_path, in_process):
+    small = sets("data.train_images=40", "phase_a.max_epochs=1", "threads=1")
+    assert in_process("phase-a", name, *small, cwd=tmp_path)[0] == 0
+    assert in_process("export-maps", "--out", "maps.zarr", cwd=tmp_path)[0] == 0
+    _, out, _ = in_process("plan", name, *small, "--json", cwd=tmp_path)
+    written = [path for path in (tmp_path / "maps.zarr").rglob("*") if path.is_file()]
+    assert json.loads(out)["stages"]["export"]["files"] == len(written)
+
+
 def free(monkeypatch, disk, memory):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(disk)))
     monkeypatch.setattr(resources, "available_memory", lambda: memory and int(memory))

@@ -20,7 +20,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.teachers.vit import VitTeacher
 from stages.export.writing import WRITERS
-from stages.runs.resources import check_disk, check_memory, make_plan
+from stages.runs.resources import SHARD_MB, check_disk, check_memory, make_plan
 
 MOST_SHARD_MB = 4000
 """Each reader of a damaged shard, and ``verify``, holds one in memory."""
@@ -39,7 +39,7 @@ class Place:
     repair: bool = False
     """Rewrite what :func:`store.verify` finds damaged, and nothing else; until that is finished no
     reader opens the store."""
-    shard_mb: float = 32
+    shard_mb: float = SHARD_MB
     """Size of a file, in 10^6 bytes before compression."""
     force: bool = False
     """Write a store that the disk does not seem to hold."""

@@ -24,6 +24,9 @@ PROCESS_BYTES = 11 * 10**8
 """Resident memory of a process that has imported torch and timm (0.72 GB were measured) and
 trains small batches."""
 
+SHARD_MB = 32
+"""Megabytes of a store's shard, before compression, unless an export says otherwise."""
+
 ACTIVATIONS = 14
 """Float32 numbers that a training step keeps for each token, block and unit of the model's width:
 12 to 18 were measured with ``gauvit_tiny_patch16_224`` and different attentions on a CPU."""
@@ -101,10 +104,10 @@ def training_memory(
     return memory
 
 
-def store_bytes(
+def store_size(
     settings: Settings, model: Any, export: ExportSettings, images: int, classes: int
-) -> int:
-    """Bytes before compression of the store of an ``export`` that names its kind."""
+) -> tuple[int, int]:
+    """Bytes before compression, and files, of the store of an ``export`` that names its kind."""
     kind = str(export.kind)
     views = export.views or 1
     schema = store.Schema(
@@ -120,8 +123,15 @@ def store_bytes(
         k=export.k,
         views=views,
     )
-    shared = sum(tensor.numel() for tensor in MAP_KINDS[kind].decoder(model).values())
-    return schema.total_bytes + 4 * shared
+    per_shard = max(1, SHARD_MB * 10**6 // schema.bytes_per_image)
+    shards = -(-schema.num_images // per_shard)
+    arrays = len(schema.arrays())
+    files = arrays * (shards + 1) + 3  # metadata of each array, root and manifest; the card
+    shared = MAP_KINDS[kind].decoder(model)
+    if shared:
+        files += 2 * len(shared) + 1
+    numbers = sum(tensor.numel() for tensor in shared.values())
+    return schema.total_bytes + 4 * numbers, files
 
 
 def check_resources(plan: Plan, run_dir: Path) -> None:
