@@ -71,7 +71,8 @@ class Page:
         return self.page.locator(selector).inner_text()
 
     def state(self) -> dict[str, str]:
-        return dict(pair.split("=") for pair in self.page.url.partition("#")[2].split("&"))
+        address = self.page.evaluate("location.hash")  # Playwright's own hears of it later
+        return dict(pair.split("=") for pair in address[1:].split("&"))
 
     def saved(self, button: str) -> bytes:
         """The file that a button saves."""

@@ -1,6 +1,7 @@
 """Worlds of processes (gloo, on the CPU), and whether two trainings are the same."""
 
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from killing import FORKS
 def rank_of(rank: int, size: int, port: int, folder: Path, work, arguments) -> None:
     """What one rank does: ``work`` in its world, its words in a file. The exit code is that of the
     command line."""
+    # the fork server blocks SIGTERM if the first to start it was a training with readers of images
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
