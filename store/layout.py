@@ -68,6 +68,14 @@ class Layout:
     def num_shards(self) -> int:
         return -(-self.schema.num_images // self.images_per_shard)
 
+    def num_files(self, decoder: int) -> int:
+        """The files of a complete store with its card, and with so many arrays of a decoder."""
+        arrays = len(self.names)
+        files = arrays * (self.num_shards + 1) + 3  # their metadata; root, manifest, card
+        if decoder:
+            files += 2 * decoder + 1  # each has metadata and one chunk, in a group of their own
+        return files
+
     @property
     def shards(self) -> list[Shard]:
         return [self.shard(index) for index in range(self.num_shards)]
@@ -167,6 +175,11 @@ def incomplete(url: str) -> UnfinishedStore:
     return UnfinishedStore(f"{url}: the store is incomplete; continue with gaupipe export-maps")
 
 
+def images_fitting(schema: Schema, shard_bytes: int) -> int:
+    """The images of a shard that has at most ``shard_bytes``, or one that is larger."""
+    return max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
+
+
 def plan(
     schema: Schema,
     shard_bytes: int,
@@ -176,8 +189,7 @@ def plan(
     """The layout of a new store; by name, every file of it that does not depend on the images,
     without the root's; and its manifest before a shard is written. ``per_shard`` images go into a
     shard, or as many as ``shard_bytes`` hold."""
-    fitting = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
-    layout = Layout(schema, per_shard or fitting)
+    layout = Layout(schema, per_shard or images_fitting(schema, shard_bytes))
     files = metadata_files(layout, decoder or {})
     end = f"/{ROOT}"
     nodes = {key[: -len(end)]: json.loads(files[key]) for key in files if key.endswith(end)}

@@ -64,8 +64,8 @@ def read_part(path: Path, offset: int, size: int) -> bytes:
 
 
 def find_archives(root: Path) -> tuple[Archive, ...]:
-    """The .tar files of a data set. None where ``root`` is neither a .tar nor a folder of them
-    alone."""
+    """The .tar files of a data set; none where ``root`` is neither a .tar nor a folder that holds
+    only such files."""
     splits: dict[Path, str | None] = {}
     if root.is_file():
         splits[root] = None

@@ -19,6 +19,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import record_words
+from store.layout import Layout, images_fitting
 
 PROCESS_BYTES = 11 * 10**8
 """Resident memory of a process that has imported torch and timm (0.72 GB were measured) and
@@ -123,15 +124,10 @@ def store_size(
         k=export.k,
         views=views,
     )
-    per_shard = max(1, SHARD_MB * 10**6 // schema.bytes_per_image)
-    shards = -(-schema.num_images // per_shard)
-    arrays = len(schema.arrays())
-    files = arrays * (shards + 1) + 3  # metadata of each array, root and manifest; the card
     shared = MAP_KINDS[kind].decoder(model)
-    if shared:
-        files += 2 * len(shared) + 1
     numbers = sum(tensor.numel() for tensor in shared.values())
-    return schema.total_bytes + 4 * numbers, files
+    layout = Layout(schema, images_fitting(schema, SHARD_MB * 10**6))
+    return schema.total_bytes + 4 * numbers, layout.num_files(decoder=len(shared))
 
 
 def check_resources(plan: Plan, run_dir: Path) -> None:
