@@ -201,6 +201,17 @@ def test_images_are_taken_as_the_teacher_learned_them():
     assert (takes.mean, takes.std) == ((0.3,) * 3, (0.2,) * 3)
 
 
+@pytest.mark.parametrize(
+    "name, values",
+    [("std", [0, 0, 0]), ("std", 0.5), ("mean", [0.5, 0.5]), ("mean", "abc"), ("std", [1, "x", 1])],
+)
+def test_a_normalisation_that_is_none_is_refused(name, values):
+    model = small()
+    model.pretrained_cfg = {**model.pretrained_cfg, name: values}
+    with pytest.raises(UserError, match=f"vit: its pretrained_cfg has the {name}"):
+        VitTeacher(model, data(), "vit")
+
+
 def test_the_digest_follows_all_that_shows_other_maps():
     """Weights and normalisation; the same weights in other heads, or with another activation."""
 

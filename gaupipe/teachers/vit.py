@@ -245,7 +245,7 @@ def input_of(model: Any, data: ImageData, name: str) -> Input:
     """The images that a model was built and trained for. Its ``crop_pct`` is left out: a teacher
     sees what its student sees, or its maps would be of another part of the image.
 
-    Raises UserError for a size that is no fixed square.
+    Raises UserError for a size that is no fixed square, and for a mean or std that is none.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     sizes = getattr(getattr(model, "patch_embed", None), "img_size", None)
@@ -260,10 +260,19 @@ def input_of(model: Any, data: ImageData, name: str) -> Input:
 
     def trained_with(key: str, default: tuple[float, ...]) -> tuple[float, ...]:
         """The model's mean or std [C]; where it names none, the data set's."""
-        values = tuple(config.get(key) or default)
-        if len(values) == 3 and len(default) == 1:  # timm summed the weights of three channels
-            return (sum(values) / 3,)
-        return values
+        channels = len(default)
+        try:
+            values = torch.tensor(config.get(key) or default, dtype=torch.float64)
+            if len(values) == 3 and channels != 3:  # timm summed the weights of three channels
+                values = values.mean().expand(channels)
+            if not torch.isfinite(values).all() or (key == "std" and not (values > 0).all()):
+                raise ValueError
+            return tuple(values.expand(channels).tolist())
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(
+                f"{SETTING}: {name}: its pretrained_cfg has the {key} {config[key]!r}: "
+                f"should be a number for each of {channels} channels"
+            ) from None
 
     mean = trained_with("mean", data.mean)
     std = trained_with("std", data.std)
