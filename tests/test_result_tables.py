@@ -42,6 +42,26 @@ def test_a_table_says_means_and_paired_differences(collect):
     assert "| 58.0 ± 7.2 |" in labels
 
 
+def test_pairs_are_tested_as_one_family_over_common_seeds(collect):
+    tests = {"labels": (0.50, 0.60, 0.64), "local": (0.51, 0.63, 0.66), "slice": (0.58, 0.67)}
+    trainings = [
+        {"name": name, "seed": seed, "test": test}
+        for name, shares in tests.items()
+        for seed, test in enumerate(shares)
+    ]
+    pairs = [("local", "labels"), ("slice", "local")]
+    table = collect.table_of_pairs(trainings, pairs)
+    [first, second] = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
+    ]
+    above_labels = difference([1.0, 3.0, 2.0])
+    above_local = difference([7.0, 4.0])
+    assert first[:4] == ["local", "labels", "3", "+2.0"]
+    assert second[:4] == ["slice", "local", "2", "+5.5"]
+    assert first[5] == f"{2 * above_labels['p']:.3f}"  # the smaller p of two
+    assert second[5] == f"{max(2 * above_labels['p'], above_local['p']):.3f}"
+
+
 def test_a_table_leaves_out_empty_columns_and_rows_of_too_few_seeds(collect):
     trainings = [
         {"name": name, "epochs": 2, "seed": seed, "val": 0.5, "core_seconds": None}

@@ -16,6 +16,11 @@ be shown:
 
     <!-- table optimizer.json data=cifar10 images=10000 baseline=labels seeds=3 -->
     <!-- /table -->
+
+A table of pairs has the differences of test accuracy that are tested as one family:
+
+    <!-- pairs judge.json "local - labels" "slice, maps - slice" -->
+    <!-- /pairs -->
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ DATA = ROOT / "docs" / "results" / "data"
 TABLE = re.compile(
     r"(<!-- table (?P<file>\S+)(?P<options>.*?) -->\n).*?(<!-- /table -->)", re.DOTALL
 )
+PAIRS = re.compile(r"(<!-- pairs (?P<file>\S+)(?P<pairs>.*?) -->\n).*?(<!-- /pairs -->)", re.DOTALL)
 
 Training = dict[str, Any]
 
@@ -77,7 +83,30 @@ def draw_tables(page: str) -> str:
             raise SystemExit(f"no training of {match['file']} has {options}")
         return f"{match[1]}\n{table(trainings, baseline, least_seeds)}\n\n{match[4]}"
 
-    return TABLE.sub(drawn, page)
+    def drawn_pairs(match: re.Match[str]) -> str:
+        pairs = [tuple(pair.split(" - ")) for pair in shlex.split(match["pairs"])]
+        trainings = json.loads((DATA / match["file"]).read_text())
+        return f"{match[1]}\n{table_of_pairs(trainings, pairs)}\n\n{match[4]}"
+
+    return PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page))
+
+
+def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> str:
+    """Markdown table of the differences of test accuracy of pairs of rows, over the seeds that
+    both have; Holm's correction is for all of them."""
+    tests: dict[str, dict[int, float]] = {}
+    for training in trainings:
+        tests.setdefault(training["name"], {})[training["seed"]] = 100 * training["test"]
+    points = {}
+    for name, other in pairs:
+        seeds = sorted(tests[name].keys() & tests[other].keys())
+        points[name, other] = [tests[name][seed] - tests[other][seed] for seed in seeds]
+    lines = ["| row | minus | seeds | points of test accuracy | 95 % interval | Holm's p | |"]
+    lines.append("|---" * 7 + "|")
+    for (name, other), verdict in differences(points).items():
+        cells = [name, other, str(len(points[name, other])), *difference_cells(verdict)]
+        lines.append(f"| {' | '.join(cells)} | {verdict['verdict']} |")
+    return "\n".join(lines)
 
 
 def table(trainings: list[Training], baseline: str | None = None, least_seeds: int = 1) -> str:
