@@ -485,7 +485,8 @@ def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
 
 
 def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_process, tmp_path):
-    """What is no setting of a teacher does not keep a comparison from its students."""
+    """What is no setting of a teacher does not keep a comparison from its students, and one that
+    has nothing but a slice of its weights does not pay for the export of its maps."""
     vit = config.load("digits_expected", [*TINY, "model.attention=standard"])
     phase_b.train_student(vit, tmp_path / "vit", teacher=None)
     folder = tmp_path / "c"
@@ -496,11 +497,20 @@ def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_proces
         "phase_b.head_map=mean",
         "phase_b.alpha=0.0",
     ]
-    code, out, err = in_process(*compare(folder, "--row", "distilled", *sets(*changes), seeds="0"))
-    assert code == 0 and "failed" not in out, out
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(
+        "- {name: slice, phase_b.warm_start: slice, phase_b.gamma: 0.0, "
+        "model.student_args: {num_heads: 1, embed_dim: 8}}\n"
+    )
+    rows = ["--sweep", sweep, "--row", "distilled", "--row", "slice"]
+    code, out, err = in_process(*compare(folder, *rows, *sets(*changes), seeds="0"))
+    assert code == 0 and "failed" not in out, (out, err)
     assert "teacher, 0 epochs" in err, err
-    runs = rows_of(folder, "compare")["distilled"]["runs"]
-    assert [run["phase_a_epochs"] for run in runs] == [0]
+    rows = rows_of(folder, "sweep")
+    [distilled], [slice_alone] = rows["distilled"]["runs"], rows["slice"]["runs"]
+    assert distilled["phase_a_epochs"] == slice_alone["phase_a_epochs"] == 0
+    assert distilled["phase_a_costs"]["processor_seconds"] > 0
+    assert slice_alone["phase_a_costs"] == {}
 
 
 @pytest.mark.long

@@ -108,6 +108,16 @@ class RowTraining:
         return self.maps.with_suffix(".json")
 
     @property
+    def needs_phase_a(self) -> bool:
+        """Whether phase A counts among the costs of this training: not where the student has
+        nothing of a teacher that was trained before but a slice of its weights, which needs neither
+        its maps nor its predictions."""
+        settings = self.settings
+        trained_here = settings.phase_a.most_epochs > 0
+        reads_store = settings.phase_b.gamma > 0 or settings.phase_b.alpha > 0
+        return not self.row.plain and (trained_here or reads_store)
+
+    @property
     def folder(self) -> Path:
         return self.root / "students" / digest(self.settings, self.data_sha256, self.row.plain)
 

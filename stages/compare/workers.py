@@ -178,6 +178,7 @@ def _train(group: list[RowTraining]) -> str:
             teacher = training.teacher
             phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
             write_whole(folder / "phase_a.jsonl", phase_a_metrics)
+        if training.needs_phase_a:
             phase_a_costs = json.loads(training.phase_a_costs.read_text())
         metrics = phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
         if training.test_sha256 is not None:
