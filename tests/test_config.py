@@ -171,7 +171,7 @@ def test_what_the_command_line_says_of_phase_b_stays_beside_train():
 def test_validating_settings_reads_no_file(tmp_path):
     (tmp_path / "config.json").write_text('{"model_args": {"attention": "xsa"}}')
     tree = {"model": {"name": f"local-dir:{tmp_path}"}}
-    assert Settings.model_validate(tree).model.attention == "belief"
+    assert Settings.model_validate(tree).model.attention == "standard"
     assert config.parse(tree, "here").model.attention == "xsa"
 
 

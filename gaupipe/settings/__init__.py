@@ -224,7 +224,7 @@ class ModelSettings(Section):
     """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96,
     depth: 6}``. ``{rezero: true}`` builds blocks without normalisation, each branch multiplied by
     a learned scalar whose initial value is 0."""
-    attention: Annotated[StudentKey, Scope.STUDENT] = "belief"
+    attention: Annotated[StudentKey, Scope.STUDENT] = "standard"
     """The student's attention. Trained weights that ``model.name`` names keep theirs by default."""
     attention_options: Annotated[Keywords, Scope.STUDENT] = {}
     """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
