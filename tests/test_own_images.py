@@ -194,6 +194,15 @@ def test_the_stem_is_convolutional_where_the_patches_allow_it(given, stem):
     assert of_run.train.optim.warmup_epochs == 4
 
 
+def test_few_images_are_changed_by_randaugment():
+    few = settings(images=700).augment.randaugment
+    assert (few.ops, few.magnitude) == (1, 6)
+    assert settings(images=3000).augment.randaugment is None
+    assert settings(["augment.randaugment=null"], images=700).augment.randaugment is None
+    maps_of_images = settings(["phase_a.teacher=vit"], images=700)
+    assert maps_of_images.augment.randaugment is None
+
+
 UNUSABLE = "data=[1]", "data.image_size=x", "data.image_size=0", "model.args=3", "augment=null"
 
 
