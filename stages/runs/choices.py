@@ -256,7 +256,7 @@ def _choose_flip(choices: Choices, classes: Iterable[str]) -> None:
 def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     """Chooses a teacher, a student with twice the epochs of one that is trained here, and a
     baseline with those of both."""
-    reason = "a sharp map round each token, the same for all images: it costs nothing"
+    reason = "a sharp map round each token, the same for all images, without training"
     teacher = choices.choose("phase_a.teacher", "local", reason)
     if not is_trained(teacher):
         choices.choose("phase_a.stop_accuracy", 1.0)
