@@ -385,6 +385,11 @@ def test_the_differences_of_a_tiny_comparison(compared):
     assert paired["mean"] == pytest.approx(expected["mean"])
     assert (paired["p"], paired["low"]) == (expected["p"], expected["low"])
     assert paired["verdict"] == "not decided"
+    over_controls = json.loads((compared[0] / "mine.json").read_text())["over_controls"]
+    assert set(over_controls) == {"shuffled maps", "prior alone"}
+    expected = difference(list(np.subtract(final["distilled"], final["shuffled maps"])))
+    assert over_controls["shuffled maps"]["mean"] == pytest.approx(expected["mean"])
+    assert "minus that of its controls" in " ".join(compared[2].split())
     highest = np.maximum(final[BASELINE], final["plain longer"])  # the student is dearer than both
     above = np.subtract(final["distilled"], highest).mean()
     assert rows["distilled"]["above_front"]["mean"] == pytest.approx(above)

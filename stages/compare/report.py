@@ -8,7 +8,7 @@ from typing import Any
 
 from gaupipe.system.errors import UserError
 from stages.compare.measures import Spread, differences, first_passages, front, spread
-from stages.compare.rows import BASELINE
+from stages.compare.rows import BASELINE, CONTROLS, DISTILLED
 from stages.compare.trainings import FinishedTraining, RowTraining
 
 SHARES = (0.95, 0.98, 1.0)
@@ -56,7 +56,8 @@ def report(
         tested = differences(table)
         for row in rows:
             row[key] = tested.get(row["row"])
-    return {"reference": BASELINE, "rows": rows}
+    over_controls = differences(_over_controls(finished))
+    return {"reference": BASELINE, "rows": rows, "over_controls": over_controls}
 
 
 def _row(trainings: Sequence[RowTraining], outcomes: Mapping[Path, Any]) -> dict[str, Any]:
@@ -92,6 +93,23 @@ def final_values(runs: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
         "processor_seconds": [_cost(run, "processor_seconds") for run in runs],
     }
     return {name: spread(numbers) for name, numbers in values.items()}
+
+
+def _over_controls(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """For each control, seed by seed, the final accuracy of the first student minus the control's:
+    what a map teaches beyond what the control has too."""
+    runs = {row["row"]: row["runs"] for row in rows}
+    student = next((name for name in runs if name.startswith(DISTILLED)), None)
+    if student is None:
+        return {}
+    return {
+        control: [
+            _accuracy(run) - _accuracy(other)
+            for run, other in zip(runs[student], runs[control], strict=True)
+        ]
+        for control in CONTROLS
+        if control in runs
+    }
 
 
 def _above(row: dict[str, Any], baselines: Sequence[dict[str, Any]]) -> list[Any]:

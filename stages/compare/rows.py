@@ -25,6 +25,8 @@ from gaupipe.system.errors import UserError
 BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
 DISTILLED = "distilled"
+CONTROLS = ("shuffled maps", "wrong places", "uniform maps", "prior alone", "no soft labels")
+"""Rows without that in the teacher which is claimed to help."""
 
 
 class Row(Section):

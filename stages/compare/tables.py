@@ -9,8 +9,8 @@ from rich.table import Table
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """Accuracy over cost; differences from the plain ViT, with more than one seed; first passages;
-    and how the runs ended."""
+    """Accuracy over cost; with more than one seed the differences from the plain ViT, and those of
+    the student from its controls; first passages; and how the runs ended."""
     rows = results["rows"]
     reference = results["reference"]
     seeds = len(results["seeds"])
@@ -32,8 +32,15 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
         yield _table(
             f"Accuracy minus that of the {reference}, paired by seed",
             ["points", "95 % interval", "p", "Holm's p", ""],
-            [_difference(row) for row in rows if row["difference"]],
+            [_difference(row["row"], row["difference"]) for row in rows if row["difference"]],
         )
+        over_controls = results["over_controls"]
+        if over_controls:
+            yield _table(
+                "Accuracy of the student minus that of its controls, paired by seed",
+                ["points", "95 % interval", "p", "Holm's p", ""],
+                [_difference(name, difference) for name, difference in over_controls.items()],
+            )
     goals = next(row["at"] for row in rows if row["at"])
     names = [f"to {100 * goal.get('share', goal.get('target')):.0f} %" for goal in goals]
     caption = names[-1]
@@ -68,10 +75,9 @@ def _over_cost(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _difference(row: dict[str, Any]) -> list[str]:
-    difference = row["difference"]
+def _difference(name: str, difference: dict[str, Any]) -> list[str]:
     return [
-        row["row"],
+        name,
         _mean(difference, "{:+.2f}", scale=100),
         _interval(difference),
         _p(difference["p"]),
