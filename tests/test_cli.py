@@ -186,6 +186,7 @@ ABSENT = {
     "train --data absent": "--data absent: no such folder",
     "plan --data absent": "--data absent: no such folder",
     "compare --data absent": "--data absent: no such folder",
+    "compare --sweep absent.yaml": "no file 'absent.yaml'",
     "evaluate --run-dir RUN --data absent": "--data absent: no such folder",
     "run absent.yaml": "no file 'absent.yaml'",
     "run --run-dir photos": "photos exists and is not a run directory",
@@ -209,6 +210,7 @@ ABSENT = {
     "verify absent.zarr": "absent.zarr: no attention-map store",
     "export-student --run-dir absent": "absent is not a run directory",
     "publish --run-dir absent --out new": "absent is not a run directory",
+    "publish --run-dir RUN --out photos": "--out photos: is there already",
 }
 """Commands with a path that they cannot use, and what they say."""
 

@@ -74,6 +74,8 @@ def test_classes_mistakes_and_files_are_those_of_the_predictions(photos, tmp_pat
     assert " (95 % interval 0." in text
     look, _, image = err.rpartition(" --image ")
     assert look.endswith(f"view --run-dir {photos / 'run'} --student standard --split val")
+    plain = in_process("evaluate", "--run-dir", photos / "run", "--plain")[2]
+    assert plain.endswith(f"{look.splitlines()[-1]} --image {image}")
     code, out, err = in_process(*arguments, "--out", "p.csv", "--json", cwd=tmp_path)
     assert code == 0, err
     scores = json.loads(out)

@@ -73,6 +73,12 @@ def check_file(option: str, path: Path, *suffixes: str) -> Path:
     return target
 
 
+def check_new_folder(option: str, path: Path) -> None:
+    """Raises UserError for a path where something is already."""
+    if path.exists() or path.is_symlink():
+        raise UserError(f"{option} {path}: is there already; name a new folder, or remove it")
+
+
 def from_here(path: str | Path) -> str:
     """A path as one types it: from the current folder, where it lies in that."""
     inside = os.path.relpath(path)

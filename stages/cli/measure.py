@@ -77,8 +77,10 @@ def evaluate(
         print_rich(*tables(scores))
         look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
         mistakes = scores["mistakes"]
-        if mistakes and data is None and not plain:
-            # the page opens with the most confident one
+        shown = not plain or not RunDirectory(run_dir).is_distilled(scores["student"])
+        if mistakes and data is None and shown:
+            # the page opens with the most confident one; of two students with one name it shows
+            # that of phase B
             look += ["--split", scores["split"], "--image", mistakes[0]["image"]]
         elif mistakes and data is not None:
             model = student_folder(run_dir, scores["student"], plain)
@@ -132,6 +134,10 @@ def compare(
 
     Example: `gaupipe compare --students standard,belief2 --seeds 0,1,2`
     """
+    if sweep is not None:  # refused before torch is imported
+        from gaupipe.settings.load import read_yaml
+
+        read_yaml(sweep, "sweeps")
     name = Path(config or "digits").stem if data is None else data.absolute().name
     folder = run_dir or Path("runs") / f"compare-{name}"
     settings, _ = read_settings(config, overrides, folder, data)

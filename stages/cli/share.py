@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from gaupipe.system.files import check_file
+from gaupipe.system.files import check_file, check_new_folder
 from stages.cli.app import command
 from stages.cli.hints import begins, say
 from stages.cli.options import Plain, RunDir, StudentArgument, StudentName, option
@@ -62,6 +62,7 @@ def publish(
     Example: `gaupipe publish belief2 --out my-student`
     """
     run_dir = find_run(run_dir)
+    check_new_folder("--out", out)
     with begins(f"publish: {student or 'the student trained last'} of {run_dir}, into {out}"):
         from stages.publish import folder as stage
 

@@ -14,7 +14,7 @@ from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import dump
 from gaupipe.settings.sections import LOCAL, Section
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import replaced
+from gaupipe.system.files import check_new_folder, replaced
 from gaupipe.training.scores import classification_metrics, predictions
 from gaupipe.vit.saving import STUDENT_FILES
 from stages.publish import model_card
@@ -38,8 +38,7 @@ def run(
     the test images. Paths of this machine are in none of the files. Raises UserError for an ``out``
     that is there, and for other images or classes than those that the run began with.
     """
-    if out.exists() or out.is_symlink():
-        raise UserError(f"--out {out}: is there already; name a new folder, or remove it")
+    check_new_folder("--out", out)
     student = load_student(run_dir, name, distilled)
     data = student.run.load_data(student.settings, test=True)
     check_data(student, data)
