@@ -139,6 +139,7 @@ class Batches:
         batches = [np.concatenate([*parts.values()]) for parts in order]
         draws = [np.full(len(ids), drawn) for ids in batches]
         wanted = requests(self.split, batches, augment, draws)
+        # crops of the full files are drawn anew in each epoch, so nothing is kept for them
         self.data.keep(training=not augment.settings.full_size)
         loads = self._timed(self.loader(wanted), "data")
         reads = None

@@ -60,7 +60,7 @@ class Buckets:
         last. With more, whole batches differ by at most one image, and none is without images of
         some bucket.
         """
-        if self.count == 1:
+        if self.count == 1:  # full batches, which several buckets cannot all have
             order = np.random.default_rng((seed, epoch)).permutation(self.images)
             return [{0: ids} for ids in slices(order, batch_size)]
         shuffled = {

@@ -133,11 +133,12 @@ class Update:
             state.scaler.unscale_(state.optimizer)  # the norm is of the true gradients
             self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
         elif self.log_norm:
+            # unscaled here and not in place, so that clip_grad: null leaves the gradients alone
             gradients = [one.grad for one in self.parameters if one.grad is not None]
             self.grad_norm = nn.utils.get_total_norm(gradients) / state.scaler.get_scale()
         state.scaler.step(state.optimizer)
         state.scaler.update()
-        state.optimizer.zero_grad()
+        state.optimizer.zero_grad()  # not before each batch: they are added up
         if state.ema:
             state.ema.update(state.modules)
 
