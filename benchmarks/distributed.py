@@ -35,7 +35,7 @@ from gaupipe.distillation.export import make_schema, outputs
 from gaupipe.distillation.gaussian_teacher import TeacherLoss
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system import distributed
 from gaupipe.training.job import StepLosses, Training
 from gaupipe.training.student import build_student
@@ -93,7 +93,7 @@ def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str])
 
 def teacher(batch: int, folder: Path) -> TeacherJob:
     """A fresh teacher on random images."""
-    settings = config.load(
+    settings = load(
         "cifar10_atto",
         [f"data.batch_size={batch}", "data.image_size=32", "threads=1"],
     )

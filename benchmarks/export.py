@@ -26,7 +26,8 @@ from gaupipe.distillation.export import make_schema
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.models import save_student
-from gaupipe.settings import load as config
+from gaupipe.settings import Settings
+from gaupipe.settings.load import load
 from stages.export.writing import write
 from stages.phase_a import trained_vit
 
@@ -46,7 +47,7 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> None:
     """Both in turn, ``repeats`` times."""
-    settings = config.load("digits", arguments.set)
+    settings = load("digits", arguments.set)
     job = fresh_teacher(settings, folder)
     ratios, of_cpu = [], []
     for repeat in range(arguments.repeats + 1):  # the first one warms up
@@ -74,7 +75,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
     print(f"in processor time: {spread(of_cpu, '.3f')}")
 
 
-def fresh_teacher(settings: config.Settings, folder: Path) -> TeacherJob:
+def fresh_teacher(settings: Settings, folder: Path) -> TeacherJob:
     """A teacher that has learned nothing, in eval mode."""
     data = load_data(settings.data)
     if settings.phase_a.teacher == "vit":

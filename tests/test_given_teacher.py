@@ -8,7 +8,7 @@ import torch
 
 from arguments import sets
 from gaupipe.models import save_student
-from gaupipe.settings import load as config
+from gaupipe.settings.load import parse, with_overrides
 from gaupipe.teachers.vit import parts_of_teachers
 from pictures import facts, photos
 from stages.run import speed_of
@@ -31,11 +31,11 @@ def vit(tmp_path):
 
 def chosen(*given: str, teacher: str = DEIT_S):
     """The settings for 3,000 photos, and what was said of each."""
-    tree = config.with_overrides({}, [f"phase_a.teacher={teacher}", *given])
+    tree = with_overrides({}, [f"phase_a.teacher={teacher}", *given])
     sizes = look_at(teacher, {})
     choices = choose(facts(), {"name": "folder", "root": "photos"}, False, tree, sizes)
     choose_start(choices, sizes)
-    return config.parse(choices.tree, "test"), choices.reasons
+    return parse(choices.tree, "test"), choices.reasons
 
 
 def test_a_student_is_a_slice_of_its_teacher_where_one_fits():

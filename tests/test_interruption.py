@@ -19,7 +19,7 @@ from arguments import sets, tiny
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system import distributed
 from gaupipe.training.epochs import Epoch
 from killing import AtCall, exit_code
@@ -178,7 +178,7 @@ def test_short_epochs_have_checkpoints_between_them_only(tmp_path, monkeypatch):
         ("always", ["data.batch_size=100"], [1, 2, 0] * 2),
         ("groups", ["phase_a.optim.accumulate=5"], [5, 10, 0] * 2),
     ):
-        phase_a.run(config.load("digits_expected", [*TINY, *settings]), tmp_path / name)
+        phase_a.run(load("digits_expected", [*TINY, *settings]), tmp_path / name)
         assert written == expected, name
         written.clear()
 

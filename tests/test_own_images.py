@@ -11,8 +11,8 @@ from PIL import Image
 from arguments import sets
 from gaupipe.data.sources import facts_of
 from gaupipe.data.splits import load_data
-from gaupipe.settings import DataSettings
-from gaupipe.settings import load as config
+from gaupipe.settings import DataSettings, Settings
+from gaupipe.settings.load import flatten, load, parse, with_overrides
 from gaupipe.system.errors import UserError
 from pictures import facts, photos
 from runs import metrics
@@ -26,11 +26,11 @@ TINY = ("model.args.embed_dim=16", "model.args.depth=1", "train.epochs=2", "thre
 
 
 def chosen(given=(), gpu=False, **of_folder) -> Choices:
-    return choose(facts(**of_folder), PLACE, gpu, config.with_overrides({}, given))
+    return choose(facts(**of_folder), PLACE, gpu, with_overrides({}, given))
 
 
-def settings(given=(), gpu=False, **of_folder) -> config.Settings:
-    return config.parse(chosen(given, gpu, **of_folder).tree, "test")
+def settings(given=(), gpu=False, **of_folder) -> Settings:
+    return parse(chosen(given, gpu, **of_folder).tree, "test")
 
 
 # what is chosen
@@ -115,7 +115,7 @@ def test_what_the_user_set_stays_and_the_rest_follows():
 
 def test_a_line_for_each_choice_names_the_setting():
     choices = chosen(["data.batch_size=7", "train.optim.lr=0.01"])
-    known = config.flatten(config.parse(choices.tree, "test"))
+    known = flatten(parse(choices.tree, "test"))
     every, plain = choices.lines(), choices.lines(plain=True)
     for lines in (every, plain):
         keys = [line.split("=")[0] for line in lines]
@@ -227,30 +227,30 @@ def test_facts_are_those_of_the_training_images(tmp_path):
     assert (of_folder.val, of_folder.test) == (4, 6)
 
 
-def load(root, **more):
+def load_photos(root, **more):
     return load_data(DataSettings(name="folder", root=root, image_size=8, **more))
 
 
 def test_validation_images_of_their_own(tmp_path):
     photos(tmp_path / "train")
     photos(tmp_path / "val", count=2)
-    data = load(tmp_path)
+    data = load_photos(tmp_path)
     assert (len(data.train), len(data.val), data.test) == (24, 4, None)
     assert "of 2 classes, 4 validation images, no test images," in str(
         facts_of(DataSettings(name="folder", root=tmp_path))
     )
     assert data.val.source.root == tmp_path / "val"
     assert data.val.labels.tolist() == [0, 0, 1, 1]
-    assert len(load(tmp_path, train_images=10).val) == 4
+    assert len(load_photos(tmp_path, train_images=10).val) == 4
     shutil.copy(tmp_path / "val" / "cat" / "1.png", tmp_path / "val" / "cat" / "0.png")
-    other = load(tmp_path)
+    other = load_photos(tmp_path)
     assert other.sha256 == data.sha256 and other.both_sha256 != data.both_sha256
     photos(tmp_path / "test", count=3)
-    data = load(tmp_path)
+    data = load_photos(tmp_path)
     assert (len(data.train), len(data.val), len(data.test)) == (24, 4, 6)
     shutil.rmtree(tmp_path / "val")
     shutil.rmtree(tmp_path / "test" / "cat")
-    data = load(tmp_path)
+    data = load_photos(tmp_path)
     assert set(data.test.labels) == {1}  # the dogs alone are still class 1
     assert (len(data.train), len(data.val), len(data.test)) == (21, 3, 3)
     assert "of 2 classes, 3 test images," in str(
@@ -259,9 +259,9 @@ def test_validation_images_of_their_own(tmp_path):
 
 
 def test_class_folders_without_a_folder_for_training(tmp_path):
-    inside = load(photos(tmp_path / "photos" / "train").parent)
+    inside = load_photos(photos(tmp_path / "photos" / "train").parent)
     shutil.copytree(tmp_path / "photos" / "train", tmp_path / "flat")
-    flat = load(tmp_path / "flat")
+    flat = load_photos(tmp_path / "flat")
     assert flat.test is None
     assert flat.sha256 == inside.sha256
 
@@ -390,6 +390,6 @@ def test_accuracies_far_apart_are_explained(capsys, tmp_path, monkeypatch, train
         ("digits", "settings augment"),
     ):
         root = f"data.root={tmp_path / 'photos'}"
-        say_if_overfitted(metrics, config.load("digits", [f"data.name={name}", root]))
+        say_if_overfitted(metrics, load("digits", [f"data.name={name}", root]))
         err = capsys.readouterr().err
         assert ("lie far apart" in err) is (f"gaupipe {follows}" in err) is said

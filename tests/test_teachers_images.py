@@ -20,8 +20,8 @@ from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import build
 from gaupipe.models import save_student
 from gaupipe.settings import DataSettings
-from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import load
 from gaupipe.teachers.vit import VitTeacher
 from pictures import photos
 from stages import export
@@ -76,7 +76,7 @@ def in_memory() -> ImageData:
 
 def job_of(data: ImageData) -> TeacherJob:
     teacher = VitTeacher(small(size=LARGE, patch_size=8), data, "vit")
-    return TeacherJob(config.load("digits"), data, CPU, teacher)
+    return TeacherJob(load("digits"), data, CPU, teacher)
 
 
 def pixels_of(batch, takes) -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_batches_are_small_where_maps_are_large():
     source = ArrayImages(np.zeros((20, 3, 8, 8), np.uint8), np.zeros(20))
     split = Split(source, np.arange(20))
     images = ImageData("x", split, split, 5, 3, 8, mean=(0.5,) * 3, std=(0.5,) * 3)
-    batches = TeacherJob(config.load("digits"), images, CPU, teacher).batches(split)
+    batches = TeacherJob(load("digits"), images, CPU, teacher).batches(split)
     assert batches.batch_size == 10**8 // numbers < 20
 
 
@@ -207,7 +207,7 @@ def test_a_run_takes_a_teacher_of_another_size_and_stores_what_its_student_compa
     photos(tmp_path / "photos", size=(40, 30))
     vit = small(size=LARGE, patch_size=8, depth=5, num_classes=2)
     save_student(vit, tmp_path / "vit", mean=(0.2,) * 3, std=(0.3,) * 3)
-    settings = config.load(
+    settings = load(
         "digits",
         [
             "data={name: folder, image_size: 16, batch_size: 8}",

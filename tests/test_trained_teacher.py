@@ -27,8 +27,8 @@ from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.warm_start import warm_start
 from gaupipe.maps.views import from_top_k, top_k
 from gaupipe.models import forward_with_maps, save_student
-from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
 from gaupipe.vit.slicing import slice_weights, spread_of_stream
 from pictures import photos
@@ -60,7 +60,7 @@ SETTINGS = [
 
 
 def settings_with(*overrides: str):
-    return config.load("digits_expected", [*SETTINGS, *overrides])
+    return load("digits_expected", [*SETTINGS, *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def run(trained, tmp_path):
 
 
 def with_settings(run: Path, *overrides: str) -> Path:
-    (run / "config.yaml").write_text(config.dump(settings_with(*overrides)))
+    (run / "config.yaml").write_text(dump(settings_with(*overrides)))
     return run
 
 
@@ -624,7 +624,7 @@ def test_an_export_that_does_not_fit_is_refused(run, monkeypatch, what):
 
 
 def test_plan_counts_the_store_of_a_trained_teacher(tmp_path, in_process):
-    (tmp_path / "c.yaml").write_text(config.dump(settings_with("export.k=4")))
+    (tmp_path / "c.yaml").write_text(dump(settings_with("export.k=4")))
     code, out, err = in_process("plan", tmp_path / "c.yaml", "--json", cwd=tmp_path)
     assert code == 0, err
     planned = json.loads(out)
