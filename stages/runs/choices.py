@@ -21,7 +21,7 @@ from gaupipe.settings.load import set_value
 from gaupipe.system.files import from_here
 
 if TYPE_CHECKING:
-    from gaupipe.vit.slicing import Sizes
+    from gaupipe.vit.slicing import VitSizes
 
 # (fewest pixels of the shorter side, image_size, patch_size); None is the size of the images
 SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
@@ -65,7 +65,7 @@ class TeacherSizes:
     """The sizes of a trained teacher of which a student may be a slice, and how its images are
     scaled."""
 
-    sizes: Sizes
+    sizes: VitSizes
     scaling: dict[str, list[float]]
 
 
