@@ -126,13 +126,13 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     run.config.write_text(dump(settings))
     code, _, err = in_process("phase-b", "--run-dir", run.path, "--no-distill")
     low, high = binomtest(216, 360).proportion_ci(method="wilson")  # the digits to validate on
-    shown = f"60.0 % ({100 * low:.1f} to {100 * high:.1f} %, 95 % interval of 360 images)"
+    shown = f"60.0 % ({100 * low:.1f} to {100 * high:.1f} %), the 95 % interval of 360 images"
     kept = "standard/student is of epoch 6, the best (train.keep=best): val "
     assert code == 0 and f"{kept}{shown}; " in err and "to keep epoch" not in err
     assert evaluate.run(run.path, "standard", distilled=False)["epoch"] == 6
     folder = run.student("standard", distilled=False)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    line = whole_run.line("standard, plain", metrics, folder)
+    line = whole_run.line("standard, plain", metrics, folder, 360)
     assert (line.model, line.epochs) == ("standard, plain (epoch 6)", 7)
     assert line.val_acc == CURVE[5]
     again = ["phase-b", "--run-dir", run.path, "--no-distill", "--resume", "--set"]
