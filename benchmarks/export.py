@@ -49,7 +49,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
     """Both in turn, ``repeats`` times."""
     settings = load("digits", arguments.set)
     job = fresh_teacher(settings, folder)
-    ratios, of_cpu = [], []
+    ratios, cpu_ratios = [], []
     for repeat in range(arguments.repeats + 1):  # the first one warms up
         cpu_started = time.process_time()
         forward = len(job.data.train) / bare_forward(job)
@@ -64,7 +64,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
         write(job, writer, writer.pending())
         speed = len(job.data.train) / (time.perf_counter() - started)
         if repeat:
-            of_cpu.append(forward_cpu / (time.process_time() - cpu_started))
+            cpu_ratios.append(forward_cpu / (time.process_time() - cpu_started))
             ratios.append(speed / forward)
             print(
                 f"forward {forward:10,.0f} images/s   export {speed:10,.0f} images/s   "
@@ -72,7 +72,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             )
     record(f"export of {arguments.kind} over the forward pass", ratios)
     print(f"ratio: {spread(ratios, '.3f')}, min {min(ratios):.3f}, max {max(ratios):.3f}")
-    print(f"in processor time: {spread(of_cpu, '.3f')}")
+    print(f"in processor time: {spread(cpu_ratios, '.3f')}")
 
 
 def fresh_teacher(settings: Settings, folder: Path) -> TeacherJob:

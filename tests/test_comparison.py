@@ -366,8 +366,8 @@ def test_the_costs_of_a_tiny_comparison(compared):
     # the map of a Gaussian is separable: its two factors, 16 x 4 numbers each
     assert student >= 2 * 3 * 100 * forward
     scores = 2 * 16**2 * vit.embed_dim  # which the teacher has not, nor the weights of Q and K
-    of_teacher = forward - scores - 2 * 16 * vit.embed_dim**2
-    assert (3 + 1) * 100 * of_teacher <= teacher < (3 + 1) * 100 * forward
+    teacher_forward = forward - scores - 2 * 16 * vit.embed_dim**2
+    assert (3 + 1) * 100 * teacher_forward <= teacher < (3 + 1) * 100 * forward
     assert rows["distilled"]["final"]["multiply_adds"]["mean"] == student + teacher
 
 

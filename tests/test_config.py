@@ -117,8 +117,14 @@ def test_what_a_scope_says():
     anytime = names.keys() - flatten(Settings(), Scope.ANYTIME).keys()
     assert {"device", "threads", "data.root", "data.workers", "log.every"} <= anytime
     assert scope("model.args.depth") == scope("phase_a.rows.lr") == Scope.RUN
-    of_student = ("model.attention", "train.optim.lr", "baseline.optim.lr", "phase_b.gamma", "seed")
-    assert {scope(name) for name in of_student} == {Scope.STUDENT}
+    student_settings = (
+        "model.attention",
+        "train.optim.lr",
+        "baseline.optim.lr",
+        "phase_b.gamma",
+        "seed",
+    )
+    assert {scope(name) for name in student_settings} == {Scope.STUDENT}
     assert scope("export.kind") is scope("model.name") is Scope.RUN
     other = load("digits_expected", ["threads=3", "export.k=5", "train.optim.lr=0.5"])
     before = load("digits_expected")

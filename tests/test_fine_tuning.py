@@ -70,8 +70,10 @@ def test_images_are_scaled_as_the_weights_expect_from_training_to_prediction(
     mean, std = (torch.tensor(SCALING[name]) for name in ("mean", "std"))
     logits = model.eval()(((images / 255 - mean) / std).permute(0, 3, 1, 2))
     names = [data.val.source.path(position) for position in data.val.positions]
-    of_predict = dict(predicted)
-    assert [of_predict[name] for name in names] == [("cat", "dog")[i] for i in logits.argmax(1)]
+    predicted_class = dict(predicted)
+    assert [predicted_class[name] for name in names] == [
+        ("cat", "dog")[i] for i in logits.argmax(1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +96,15 @@ def test_every_command_scales_images_as_the_weights_expect_but_for_what_is_set(
     arguments = [*command, "--data", "photos", *changes, "--run-dir", tmp_path / "run"]
     code, _, err = in_process(*arguments)
     assert code == 0, err
-    of_runs = [load(path) for path in tmp_path.glob(config_of)]
-    for settings in of_runs:
+    run_settings = [load(path) for path in tmp_path.glob(config_of)]
+    for settings in run_settings:
         assert settings.data.scaling == {**SCALING, "interpolation": "bilinear"}
         assert settings.data.image_size == 16
         assert settings.model.name == f"local-dir:{folder / 'weights'}"
-    assert {one.phase_a.teacher for one in of_runs} - {"gaussian"} == {of_runs[0].model.name}
-    assert len(of_runs) == (1 if command == ["run"] else 2)
+    assert {one.phase_a.teacher for one in run_settings} - {"gaussian"} == {
+        run_settings[0].model.name
+    }
+    assert len(run_settings) == (1 if command == ["run"] else 2)
 
 
 def test_a_converted_model_starts_with_the_outputs_of_its_weights(folder):

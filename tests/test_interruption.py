@@ -150,8 +150,8 @@ def test_draws_start_anew_on_another_type_of_device():
     def followed(name: int, first: int) -> int:
         epoch = object.__new__(Epoch)
         epoch.first, epoch._generators = first, {}
-        of_a_gpu = {"generators": {name: torch.zeros(16, dtype=torch.uint8)}}
-        state = types.SimpleNamespace(epoch={"ranks": [of_a_gpu]})
+        gpu_state = {"generators": {name: torch.zeros(16, dtype=torch.uint8)}}
+        state = types.SimpleNamespace(epoch={"ranks": [gpu_state]})
         epoch.loop = types.SimpleNamespace(update=types.SimpleNamespace(state=state))
         generator = torch.Generator().manual_seed(name)
         epoch.follow({name: generator})

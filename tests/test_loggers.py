@@ -81,22 +81,24 @@ def test_steps_are_written_with_what_the_settings_ask_for(tmp_path):
     phase_a.run(settings, tmp_path / "run")
     export.run(tmp_path / "run")
     phase_b.run(tmp_path / "run", "standard")
-    of_a, of_b = (lines(tmp_path / "run" / name) for name in ("phase_a", "phase_b/standard"))
-    assert [(line["epoch"], line["step"]) for line in of_a] == [
+    phase_a_lines, phase_b_lines = (
+        lines(tmp_path / "run" / name) for name in ("phase_a", "phase_b/standard")
+    )
+    assert [(line["epoch"], line["step"]) for line in phase_a_lines] == [
         *((1, 2), (1, 4), (2, 6), (2, 8), (2, 10))
     ]
     measured = {"lr", "grad_norm", "images_per_s", "waits_data", "waits_maps"}
-    assert of_a[0].keys() == {"epoch", "step", "loss"} | measured
+    assert phase_a_lines[0].keys() == {"epoch", "step", "loss"} | measured
     losses = {"loss", "loss_soft", "loss_hard", "loss_feat", "acc"}
-    assert of_b[0].keys() == {"epoch", "step"} | losses | measured
-    for line in [*of_a, *of_b]:
+    assert phase_b_lines[0].keys() == {"epoch", "step"} | losses | measured
+    for line in [*phase_a_lines, *phase_b_lines]:
         assert line["grad_norm"] > 0 and line["images_per_s"] > 0 and line["lr"] > 0
         assert 0 <= line["waits_data"] + line["waits_maps"] <= 1.001
     # of the epoch's five batches of 20 images the lines of the second cover all
     [_, second] = [json.loads(line) for line in (tmp_path / "run/phase_a/metrics.jsonl").open()]
-    assert np.average([line["loss"] for line in of_a[2:]], weights=[1, 2, 2]) == pytest.approx(
-        second["train_loss"], rel=1e-6
-    )
+    assert np.average(
+        [line["loss"] for line in phase_a_lines[2:]], weights=[1, 2, 2]
+    ) == pytest.approx(second["train_loss"], rel=1e-6)
 
 
 def test_no_lines_where_none_are_asked_for(tmp_path):

@@ -97,7 +97,7 @@ def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
         for teacher in (RunDirectory(run_dir), None):
             folder = tmp_path / on / str(teacher is None)
             rows.append(phase_b.train_student(settings, folder, teacher=teacher))
-    losses = [[(row["train_loss"], row["val_loss"]) for row in of_run] for of_run in rows]
+    losses = [[(row["train_loss"], row["val_loss"]) for row in run_rows] for run_rows in rows]
     assert losses[0] == losses[2] != losses[1] == losses[3]
 
 

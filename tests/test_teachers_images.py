@@ -101,23 +101,23 @@ def test_one_view_is_the_same_at_two_sizes(drawn, where, request):
     height, width = SIDES if where == "in_files" else (SMALL, SMALL)
     side = min(height, width)
     corner = np.array([(width - side) / 2, (height - side) / 2])  # of the middle square
-    for size, (of_size, takes) in batches.items():
-        views = list(of_size.views(entries, Augment(augment, 3, SMALL), VIEWS))
+    for size, (sized_batches, takes) in batches.items():
+        views = list(sized_batches.views(entries, Augment(augment, 3, SMALL), VIEWS))
         pixels = torch.cat([pixels_of(batch, takes) for batch in views]).double().numpy()
         assert pixels.shape == (len(entries), 3, size, size)
         assert [int(entry) for batch in views for entry in batch.ids] == entries.tolist()
         border = (2 * np.arange(size) + 1) / size - 1
         for view, (offset, scale) in zip(pixels, geometry, strict=True):
-            of_square = [offset[axis] + scale[axis] * border for axis in (0, 1)]
+            in_square = [offset[axis] + scale[axis] * border for axis in (0, 1)]
             x, y = (
-                (corner[axis] + (of_square[axis] + 1) / 2 * side) / (width, height)[axis]
+                (corner[axis] + (in_square[axis] + 1) / 2 * side) / (width, height)[axis]
                 for axis in (0, 1)
             )
             inside = view[2] > 0.99
             off = np.stack([view[0] - x[None], view[1] - y[:, None]])[:, inside]
             most = 0.6 / SMALL  # of the image: shifts are rounded to pixels of the larger
             assert np.abs(off).max() < most and np.abs(off).mean() < most / 3
-            hidden = np.any([np.abs(part) > 1.1 for part in np.meshgrid(*of_square)], axis=0)
+            hidden = np.any([np.abs(part) > 1.1 for part in np.meshgrid(*in_square)], axis=0)
             if not full:
                 assert not view[2][hidden].any()
             assert inside.mean() > 0.4
@@ -129,8 +129,8 @@ def places(data, augment, entries, full) -> list[tuple[np.ndarray, np.ndarray]]:
     ids, views = entries // VIEWS, entries % VIEWS
     crops, places = torch.zeros(len(ids), 3, SMALL, SMALL, dtype=torch.uint8), None
     if full:
-        of_files = [data.train.source.pixels(0)] * len(ids)
-        crops, places = drawer.crops(of_files, ids, views, SMALL)
+        files = [data.train.source.pixels(0)] * len(ids)
+        crops, places = drawer.crops(files, ids, views, SMALL)
     _, geometry = drawer(crops, torch.from_numpy(ids), views, places)
     parts = geometry.offset.double().numpy(), geometry.scale.double().numpy()
     return list(zip(*parts, strict=True))

@@ -549,7 +549,7 @@ def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
     with torch.inference_mode():
         features = model(next(batches.in_order()).images).numpy()
         views = batches.views(np.arange(240), Augment(settings.augment, 0), 2)
-        of_views = model(next(views).images).numpy()
+        view_features = model(next(views).images).numpy()
     job = phase_a.load(RunDirectory(tmp_path / "next"), data)
     probe = job.probe  # as phase A stored it
     again = fit_probe(job)
@@ -560,7 +560,7 @@ def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
         inside = np.repeat(folds == fold, 2)
         model = LogisticRegression(C=probe.strength, max_iter=1000)
         model.fit(scaler.transform(features)[folds != fold], data.train.labels[folds != fold])
-        expected = model.predict_log_proba(scaler.transform(of_views)[inside])
+        expected = model.predict_log_proba(scaler.transform(view_features)[inside])
         np.testing.assert_allclose(stored["logits"][inside], expected, atol=0.03, rtol=0.01)
     assert against_teacher(str(tmp_path / "next" / "maps.zarr")) == []
 

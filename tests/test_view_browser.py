@@ -273,9 +273,9 @@ def test_a_student_beside_the_teacher(page, run):
     seen = inspect.attention(7, run_dir=run, student="standard", **chosen)
     same(json.loads(page.saved("#json")), seen)
     assert f"{seen['kl']:.4f} nats" in page.text("#facts")
-    of_head = inspect.attention(7, run_dir=run, student="standard", layer=1, head="0")["kl"]
+    head_kl = inspect.attention(7, run_dir=run, student="standard", layer=1, head="0")["kl"]
     label = page.page.get_attribute(".cell[data-layer='1'][data-head='0']", "aria-label")
-    assert label.endswith(f"KL {of_head:.3f} nats")
+    assert label.endswith(f"KL {head_kl:.3f} nats")
     page.press("m", "Escape")
     seen = inspect.attention(7, run_dir=run, student="standard", layer=1, query="mean")
     same(json.loads(page.saved("#json")), seen)

@@ -143,9 +143,9 @@ def open_viewer(
     if not alone:
         if url == str(directory.maps):
             directory.stored()
-        return Viewer(url, models, store.open(url), of_run=True)
+        return Viewer(url, models, store.open(url), students=list(models))
     data = StudentMaps(directory, names[0]).data
-    return Viewer(str(directory.path), models, of_run=True, data=data, split="val")
+    return Viewer(str(directory.path), models, students=list(models), data=data, split="val")
 
 
 def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str, object]) -> None:
