@@ -109,8 +109,8 @@ def layer_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
         steps = {name: steps_of(layer, x, arguments) for name, layer in layers.items()}
         for i, kind in enumerate(("forward", "forward + backward")):
             row = f"{shape}, T={tokens}, {kind}"
-            of_kind = {name: pair[i] for name, pair in steps.items()}
-            yield row, interleaved(row, of_kind, arguments.rounds, arguments.device)
+            kind_steps = {name: pair[i] for name, pair in steps.items()}
+            yield row, interleaved(row, kind_steps, arguments.rounds, arguments.device)
 
 
 def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):

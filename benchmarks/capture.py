@@ -47,13 +47,13 @@ def main() -> None:
     with torch.inference_mode():
         for turn in range(arguments.rounds + 1):
             plain = seconds(lambda: model(images), device)
-            for name, of_way in ratios.items():
+            for name, way_ratios in ratios.items():
                 taken = seconds(lambda name=name: captured(name), device)
                 if turn:  # the first warms up
-                    of_way.append(taken / plain)
-    for name, of_way in ratios.items():
-        record(f"capture, {name}, times plain", of_way)
-        print(f"{name}: {spread(of_way)} times plain, maps {sizes[name] / 1e6:.1f} MB")
+                    way_ratios.append(taken / plain)
+    for name, way_ratios in ratios.items():
+        record(f"capture, {name}, times plain", way_ratios)
+        print(f"{name}: {spread(way_ratios)} times plain, maps {sizes[name] / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from gaupipe.distillation.export import make_schema, outputs
 from gaupipe.distillation.gaussian_teacher import TeacherLoss
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system import distributed
 from gaupipe.training.job import StepLosses, Training
 from gaupipe.training.student import build_student
@@ -70,13 +70,13 @@ def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str])
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with distributed.process_group(), tempfile.TemporaryDirectory() as folder:
         job = teacher(batch, Path(folder))
-        of_stage: dict[str, Callable[[], Ways]] = {
-            "phase A": lambda: training(*of_phase_a(job), batch),
-            "phase B": lambda: training(*of_phase_b(job), batch),
+        trainings: dict[str, Callable[[], Ways]] = {
+            "phase A": lambda: training(*phase_a_step(job), batch),
+            "phase B": lambda: training(*phase_b_step(job), batch),
             "export": lambda: exporting(job, batch),
         }
         for name in stages:
-            alone, shared, unsynchronised = of_stage[name]()
+            alone, shared, unsynchronised = trainings[name]()
             ratios, exchanges = [], []
             for round_ in range(rounds + 1):  # the first one warms up
                 one = clock(alone if distributed.is_main() else (lambda: None))
@@ -93,7 +93,7 @@ def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str])
 
 def teacher(batch: int, folder: Path) -> TeacherJob:
     """A fresh teacher on random images."""
-    settings = config.load(
+    settings = load(
         "cifar10_atto",
         [f"data.batch_size={batch}", "data.image_size=32", "threads=1"],
     )
@@ -103,7 +103,7 @@ def teacher(batch: int, folder: Path) -> TeacherJob:
     return job
 
 
-def of_phase_a(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
+def phase_a_step(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
     """The loss of phase A, and what it takes beside a batch."""
 
     def more(batch: Batch) -> tuple:
@@ -113,7 +113,7 @@ def of_phase_a(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tupl
     return TeacherLoss(job), more
 
 
-def of_phase_b(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
+def phase_b_step(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
     """The loss of a plain student, and what it takes beside a batch."""
     train = job.settings.train
     student = build_student(job.settings, job.data, train).to(job.device)

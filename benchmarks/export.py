@@ -26,7 +26,8 @@ from gaupipe.distillation.export import make_schema
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.models import save_student
-from gaupipe.settings import load as config
+from gaupipe.settings import Settings
+from gaupipe.settings.load import load
 from stages.export.writing import write
 from stages.phase_a import trained_vit
 
@@ -46,9 +47,9 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> None:
     """Both in turn, ``repeats`` times."""
-    settings = config.load("digits", arguments.set)
+    settings = load("digits", arguments.set)
     job = fresh_teacher(settings, folder)
-    ratios, of_cpu = [], []
+    ratios, cpu_ratios = [], []
     for repeat in range(arguments.repeats + 1):  # the first one warms up
         cpu_started = time.process_time()
         forward = len(job.data.train) / bare_forward(job)
@@ -63,7 +64,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
         write(job, writer, writer.pending())
         speed = len(job.data.train) / (time.perf_counter() - started)
         if repeat:
-            of_cpu.append(forward_cpu / (time.process_time() - cpu_started))
+            cpu_ratios.append(forward_cpu / (time.process_time() - cpu_started))
             ratios.append(speed / forward)
             print(
                 f"forward {forward:10,.0f} images/s   export {speed:10,.0f} images/s   "
@@ -71,10 +72,10 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             )
     record(f"export of {arguments.kind} over the forward pass", ratios)
     print(f"ratio: {spread(ratios, '.3f')}, min {min(ratios):.3f}, max {max(ratios):.3f}")
-    print(f"in processor time: {spread(of_cpu, '.3f')}")
+    print(f"in processor time: {spread(cpu_ratios, '.3f')}")
 
 
-def fresh_teacher(settings: config.Settings, folder: Path) -> TeacherJob:
+def fresh_teacher(settings: Settings, folder: Path) -> TeacherJob:
     """A teacher that has learned nothing, in eval mode."""
     data = load_data(settings.data)
     if settings.phase_a.teacher == "vit":

@@ -28,7 +28,7 @@ from sklearn.svm import SVC
 
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from stages.runs.chosen_settings import settings_for
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         nowhere = Path("runs") / "hog_svm"
         settings, _ = settings_for(arguments.data, arguments.overrides, nowhere, plain=True)
     else:
-        settings = config.load(arguments.config, arguments.overrides)
+        settings = load(arguments.config, arguments.overrides)
     data = load_data(settings.data, settings.download)
 
     started = time.process_time()

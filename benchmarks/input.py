@@ -134,13 +134,13 @@ Epoch = Callable[[], Iterable[Tensor]]
 """The normalised images of an epoch, batch by batch."""
 
 
-def of_gaupipe(data: ImageData, workers: int | str, device: torch.device, crops: bool) -> Epoch:
+def gaupipe_epoch(data: ImageData, workers: int | str, device: torch.device, crops: bool) -> Epoch:
     batches = Batches(data.train, data, device, BATCH, workers)
     augment, epoch = Augment(CROPS if crops else SQUARES, 0), iter(range(10**9))
     return lambda: (batch.images for batch in batches.epoch(next(epoch), augment))
 
 
-def of_timm(root: Path, size: int, workers: int, device: torch.device, crops: bool) -> Epoch:
+def timm_epoch(root: Path, size: int, workers: int, device: torch.device, crops: bool) -> Epoch:
     loader = create_loader(
         ImageDataset(str(root / "train")),
         input_size=(3, SEEN[size], SEEN[size]),
@@ -157,7 +157,7 @@ def of_timm(root: Path, size: int, workers: int, device: torch.device, crops: bo
     return lambda: (images.to(device) for images, _ in loader)
 
 
-def of_spdl(root: Path, size: int) -> Epoch:
+def spdl_epoch(root: Path, size: int) -> Epoch:
     """By spdl, which decodes and resizes with FFmpeg, in one thread."""
     import spdl.io
     from spdl.pipeline import PipelineBuilder
@@ -198,12 +198,12 @@ def contestants(
     decoding, cached = load(root, size, "none"), load(root, size, "auto")
     for crops in (False, True):
         epochs = {
-            "timm": of_timm(root, size, workers, device, crops),
-            "gaupipe": of_gaupipe(decoding, workers, device, crops),
-            "gaupipe, kept": of_gaupipe(cached, workers if crops else "auto", device, crops),
+            "timm": timm_epoch(root, size, workers, device, crops),
+            "gaupipe": gaupipe_epoch(decoding, workers, device, crops),
+            "gaupipe, kept": gaupipe_epoch(cached, workers if crops else "auto", device, crops),
         }
         if find_spec("spdl") and not crops:
-            epochs["spdl"] = of_spdl(root, size)
+            epochs["spdl"] = spdl_epoch(root, size)
         yield crops, epochs
 
 

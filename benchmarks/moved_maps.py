@@ -65,17 +65,17 @@ def main() -> None:
     for name, augmentation in augmentations.items():
         augment = Augment(augmentation, settings.seed)
         [views] = batches.views(ids, augment, 1)
-        of_view = maps(views.images)
+        view_maps = maps(views.images)
         empty = torch.zeros(len(ids), data.channels, *[data.image_size] * 2, dtype=torch.uint8)
         geometry = augment(empty, torch.from_numpy(ids), 0)[1]
         stand_ins = {
             "moved": move_map(own, geometry, grid),
-            "mean map": of_view.mean(0, keepdim=True),
-            "map of another image": of_view.roll(1, 0),
+            "mean map": view_maps.mean(0, keepdim=True),
+            "map of another image": view_maps.roll(1, 0),
         }
         cells = [name]
         for stand_in, instead in stand_ins.items():
-            far = (of_view - instead).abs().sum(-1).flatten(1).mean(1) / 2
+            far = (view_maps - instead).abs().sum(-1).flatten(1).mean(1) / 2
             record(f"{name}, {stand_in}, total variation", far.tolist())
             cells.append(f"{far.mean():.2f}")
         print(f"| {' | '.join(cells)} |", flush=True)

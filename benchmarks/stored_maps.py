@@ -104,7 +104,7 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
     rng = np.random.default_rng(0)
     for cache in ("warm", "cold"):
         speeds: dict[str, list[float]] = {reader: [] for reader in readers}
-        of_cpu: dict[str, list[float]] = {reader: [] for reader in readers}
+        processor_speeds: dict[str, list[float]] = {reader: [] for reader in readers}
         if cache == "cold":
             del speeds["preloaded"]  # its files are not read again
         gathers = {reader: readers[reader][0]() for reader in speeds}
@@ -119,14 +119,14 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
                 for start in range(0, len(ids), BATCH):
                     gathers[reader](ids[start : start + BATCH])
                 if round_:  # the first round warms the cache
-                    of_cpu[reader].append(len(ids) / (time.process_time() - cpu_started))
+                    processor_speeds[reader].append(len(ids) / (time.process_time() - cpu_started))
                     speeds[reader].append(len(ids) / (time.perf_counter() - started))
         for reader in speeds:
             ratios = ratio(speeds["store"], speeds[reader])
             record(f"{name}, {cache}, times {reader}", ratios)
-            of_processor = ratio(of_cpu["store"], of_cpu[reader])
-            record(f"{name}, {cache}, times {reader}, in processor time", of_processor)
-            line = f"store / this {spread(ratios):<24} in CPU time {spread(of_processor)}"
+            processor_ratios = ratio(processor_speeds["store"], processor_speeds[reader])
+            record(f"{name}, {cache}, times {reader}, in processor time", processor_ratios)
+            line = f"store / this {spread(ratios):<24} in CPU time {spread(processor_ratios)}"
             print(f"  {cache} {reader:<22} {spread(speeds[reader], ',.0f'):<28} {line}", flush=True)
 
 

@@ -116,7 +116,7 @@ Probability = TypedDict("Probability", {"class": str, "probability": float})
 """A class that was predicted."""
 
 
-class Row(TypedDict):
+class PredictionRow(TypedDict):
     """A prediction as JSON: the image's ``label`` where it is known, otherwise its ``problem``."""
 
     path: str
@@ -125,11 +125,11 @@ class Row(TypedDict):
     problem: NotRequired[str | None]
 
 
-def as_row(prediction: Prediction) -> Row:
+def as_row(prediction: Prediction) -> PredictionRow:
     classes: list[Probability] = [
         {"class": name, "probability": round(p, 6)} for name, p in prediction.classes
     ]
-    row: Row = {"path": prediction.path, "classes": classes}
+    row: PredictionRow = {"path": prediction.path, "classes": classes}
     if prediction.label is None:
         row["problem"] = prediction.problem
     else:

@@ -18,6 +18,7 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
+from gaupipe.training.scores import percent
 from gaupipe.training.student import check_baseline
 from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs
@@ -34,6 +35,7 @@ class Line:
     train_acc: float | None
     """Accuracies are None for a teacher that predicts nothing."""
     val_acc: float | None
+    val_images: int
     seconds: float
     parameters: int | None = None
     images_per_s: float | None = field(default=None, compare=False)
@@ -67,12 +69,16 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     phase = settings.phase_b
     weights_alone = phase.alpha == phase.gamma == 0 and phase.warm_start != "none"
     made = "from the teacher" if weights_alone else "distilled"
-    lines = [line_of_teacher(teacher), line(f"{attention}, {made}", student, folder)]
+    images = len(data.val)
+    lines = [
+        line_of_teacher(teacher, images),
+        line(f"{attention}, {made}", student, folder, images),
+    ]
     if settings.baseline.epochs != 0:
         folder = run_directory.student(attention, distilled=False)
         begun = folder.exists()
         plain = phase_b.run(run_dir, attention, resume=begun, distilled=False, data=data)
-        lines.append(line(f"{attention}, plain", plain, folder))
+        lines.append(line(f"{attention}, plain", plain, folder, images))
         before = run_directory.student_settings(attention, distilled=False).baseline_training
         if before.epochs < settings.baseline_epochs and distributed.is_main():
             both = f"both phases have {settings.baseline_epochs} epochs"
@@ -83,7 +89,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     return lines
 
 
-def line_of_teacher(metrics: list[EpochMetrics]) -> Line:
+def line_of_teacher(metrics: list[EpochMetrics], val_images: int) -> Line:
     """The teacher's line of the table. One that was trained before, and predicts other classes, has
     the accuracy of a linear head."""
     last = metrics[-1]
@@ -91,7 +97,7 @@ def line_of_teacher(metrics: list[EpochMetrics]) -> Line:
     if last["epoch"] == 0 and last["train_acc"] is None and last["val_acc"] is not None:
         model = "teacher, linear head"
     seconds = total_seconds(metrics)
-    return Line(model, last["epoch"], last["train_acc"], last["val_acc"], seconds)
+    return Line(model, last["epoch"], last["train_acc"], last["val_acc"], val_images, seconds)
 
 
 def with_sizes(lines: list[Line], run_dir: Path, attention: str, data: ImageData) -> list[Line]:
@@ -123,34 +129,35 @@ def speed_of(model: nn.Module, images: Tensor) -> float:
     return len(images) / best
 
 
-def line(model: str, metrics: list[EpochMetrics], folder: Path) -> Line:
+def line(model: str, metrics: list[EpochMetrics], folder: Path, val_images: int) -> Line:
     """A student's line of the table: the accuracies are those of the epoch that was kept."""
     epoch = kept_epochs.entry(folder)["epoch"]
     if epoch != len(metrics):
         model += f" (epoch {epoch})"
     kept = metrics[epoch - 1]
-    return Line(model, len(metrics), kept["train_acc"], kept["val_acc"], total_seconds(metrics))
+    seconds = total_seconds(metrics)
+    return Line(model, len(metrics), kept["train_acc"], kept["val_acc"], val_images, seconds)
 
 
 def table(lines: Sequence[Line], title: str) -> Table:
     """The summary of :func:`run` for the terminal."""
-    shown = Table(title=title, title_justify="left")
+    interval = f"validation acc. with its 95 % interval of {lines[0].val_images:,} images"
+    shown = Table(box=None, pad_edge=False, title=title, caption=interval)
+    shown.title_justify = shown.caption_justify = "left"
     sized = lines[0].parameters is not None
     columns = ["", "epochs", "train acc.", "validation acc.", "seconds"]
     if sized:  # no column for the training images, on which a linear head is not scored
         columns = ["", "epochs", "validation acc.", "seconds", "parameters", "images/s"]
     for column in columns:
-        shown.add_column(column, justify="right" if column else "left", no_wrap=not column)
+        # a narrow terminal breaks names, never numbers
+        shown.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
     for line in lines:
         cells = [line.model, str(line.epochs)]
         if not sized:
-            cells.append(percent(line.train_acc))
-        cells += [percent(line.val_acc), f"{line.seconds:.1f}"]
+            cells.append("-" if line.train_acc is None else f"{100 * line.train_acc:.1f} %")
+        cells.append("-" if line.val_acc is None else percent(line.val_acc, line.val_images))
+        cells.append(f"{line.seconds:.1f}")
         if sized:
             cells += [f"{line.parameters:,}", f"{line.images_per_s:,.0f}"]
         shown.add_row(*cells)
     return shown
-
-
-def percent(accuracy: float | None) -> str:
-    return "-" if accuracy is None else f"{100 * accuracy:.2f} %"

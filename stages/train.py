@@ -44,18 +44,18 @@ def run(
     return state.metrics
 
 
-def resolve(settings: Settings, run: RunDirectory, resume: bool) -> StudentRequest:
+def resolve(settings: Settings, directory: RunDirectory, resume: bool) -> StudentRequest:
     """The request for a student in a run that may not have begun. Raises UserError for one that
     the run directory does not allow."""
-    settings = run.settled(settings)
-    before = run.settings() if run.config.is_file() else settings
+    settings = directory.settled(settings)
+    before = directory.settings() if directory.config.is_file() else settings
     # another epoch to keep does not make another run
     asked = settings.with_section("train", keep=before.train.keep)
-    run.check(asked.with_section("baseline", keep=before.baseline.keep))
-    folder = run.student(settings.model.attention, distilled=False)
-    settings = run.with_baseline(settings, folder.name)
+    directory.check(asked.with_section("baseline", keep=before.baseline.keep))
+    folder = directory.student(settings.model.attention, distilled=False)
+    settings = directory.with_baseline(settings, folder.name)
     request = StudentRequest(
-        settings, folder, run, resume=resume, begins_run=True, instead=ELSEWHERE
+        settings, folder, directory, resume=resume, begins_run=True, instead=ELSEWHERE
     )
     if not resume:
         request.check_free()

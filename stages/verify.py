@@ -100,13 +100,13 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
         if folder is None:
             raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
         run_dir = folder.parent
-    run = RunDirectory(run_dir)
+    directory = RunDirectory(run_dir)
     teacher = schema.extra.get("teacher")
-    if run.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
-        job = phase_a.load(run)
+    if directory.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
+        job = phase_a.load(directory)
     else:
-        settings = run.settings()
-        data = run.load_data(settings)
+        settings = directory.settings()
+        data = directory.load_data(settings)
         job = other_teacher(settings, data, teacher, schema.extra.get("teacher_args"))
     if schema.extra.get("probe") and job.probe is None:
         job.probe = fit_probe(job)

@@ -28,7 +28,7 @@ class ArraySpec(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ArraySizes:
     """The part of a schema that a kind's arrays depend on."""
 
     num_images: int
@@ -62,11 +62,11 @@ class Kind:
     default_encoding = "float16"
     has_prefix = False
 
-    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+    def arrays(self, sizes: ArraySizes) -> dict[str, ArraySpec]:
         """The arrays of the images, by name."""
         return {}
 
-    def refused_k(self, sizes: Sizes) -> str | None:
+    def refused_k(self, sizes: ArraySizes) -> str | None:
         """Why a store of these sizes cannot have this ``k``; None where it can."""
         if sizes.k is not None:
             return "it must be None"
@@ -78,7 +78,7 @@ class Gaussian(Kind):
 
     name = "gaussian"
 
-    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+    def arrays(self, sizes: ArraySizes) -> dict[str, ArraySpec]:
         return {"gaussians": query_array(sizes, Gaussians(), parameter=4)}
 
 
@@ -88,7 +88,7 @@ class Embedding(Kind):
     name = "embedding"
     decoder = True
 
-    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+    def arrays(self, sizes: ArraySizes) -> dict[str, ArraySpec]:
         numbers = Numbers()
         shape = (sizes.num_images, sizes.layers, sizes.embedding_dim or 0)
         names = ("image", "layer", "feature")
@@ -108,7 +108,7 @@ class Dense(Kind):
     name = "dense"
     has_prefix = True
 
-    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+    def arrays(self, sizes: ArraySizes) -> dict[str, ArraySpec]:
         return {"maps": query_array(sizes, Weights(checked=False), key=sizes.tokens)}
 
 
@@ -120,14 +120,14 @@ class TopK(Kind):
     default_k = 8
     default_encoding = "uint8"
 
-    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+    def arrays(self, sizes: ArraySizes) -> dict[str, ArraySpec]:
         k = sizes.k or 0
         return {
             "keys": query_array(sizes, Keys(sizes.tokens), rank=k),
             "weights": query_array(sizes, Weights(), rank=k),
         }
 
-    def refused_k(self, sizes: Sizes) -> str | None:
+    def refused_k(self, sizes: ArraySizes) -> str | None:
         if sizes.tokens > MOST_KEYED_TOKENS:
             return f"a map has at most {MOST_KEYED_TOKENS} tokens in this kind, not {sizes.tokens}"
         if type(sizes.k) is int and 1 <= sizes.k <= sizes.tokens:
@@ -140,7 +140,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def query_array(sizes: Sizes, numbers: Numbers, **axes: int) -> ArraySpec:
+def query_array(sizes: ArraySizes, numbers: Numbers, **axes: int) -> ArraySpec:
     """An array with the ``axes`` (name and length) for each query of each image."""
     shape = (sizes.num_images, sizes.layers, sizes.heads, sizes.tokens, *axes.values())
     names = ("image", "layer", "head", "query", *axes)

@@ -17,7 +17,7 @@ import numpy as np
 
 from store.encoding import BadNumbers, Labels, Numbers
 from store.errors import StoreError
-from store.kinds import KINDS, ArraySpec, Kind, Sizes
+from store.kinds import KINDS, ArraySizes, ArraySpec, Kind
 
 ENCODINGS = ("float16", "uint8")
 LARGEST = 2**31 - 1
@@ -27,7 +27,7 @@ SIZES = ("num_images", "layers", "heads", "num_classes", "views")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schema(Sizes):
+class Schema(ArraySizes):
     """Everything that must be equal for two exports to be the same store.
 
     `dataset_sha256` and `teacher_sha256` identify the data set and the teacher; `open` compares

@@ -105,7 +105,7 @@ def copy(source: str, name: str) -> Change:
     return lambda folder: shutil.copytree(folder / source, folder / name)
 
 
-def of_student(**changes: Any) -> Change:
+def student_config(**changes: Any) -> Change:
     """Changes config.json of the student, some of ``model_args`` too, and takes its digest out: so
     another program may have written it."""
 
@@ -758,13 +758,13 @@ RUNS = [
         Row(
             EVALUATE,
             f"{STUDENT}/student --resume",
-            both(of_student(), write(f"{STUDENT}/student/{name}", content)),
+            both(student_config(), write(f"{STUDENT}/student/{name}", content)),
         )
         for name in ("config.json", "model.safetensors")
         for content in (b"", b"{}", b"[" * 10**5, b"\xff" * 100, b"\0" * 7 + b"@{}")
     ),
     *(
-        Row(EVALUATE, f"{STUDENT}/student --resume", of_student(**changes))
+        Row(EVALUATE, f"{STUDENT}/student --resume", student_config(**changes))
         for changes in (
             *({"architecture": name} for name in ("resnet18", "no_such_model", 3)),
             {"model_args": None},

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from arguments import tiny
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from stages import export, phase_a
 
 SETTINGS = [*tiny(200, 2, 1), "phase_a.mode=stochastic"]
@@ -11,7 +11,7 @@ SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
 
 
 def train(folder: Path, *settings: str) -> Path:
-    phase_a.run(config.load("digits_expected", [*SETTINGS, *settings]), folder)
+    phase_a.run(load("digits_expected", [*SETTINGS, *settings]), folder)
     return folder
 
 

@@ -12,13 +12,13 @@ from gaupipe.data.augment import Augment, crop_boxes, enlarged
 from gaupipe.data.draws import philox, uniforms
 from gaupipe.data.mixing import mix, mixed_map, mixed_targets
 from gaupipe.data.operations import OPERATIONS
-from gaupipe.settings import load as config
 from gaupipe.settings.augment import (
     COLOUR_OPERATIONS,
     GEOMETRIC_OPERATIONS,
     AugmentSettings,
     ResizedCropSettings,
 )
+from gaupipe.settings.load import load
 
 EVERYTHING = AugmentSettings(
     flip=True, crop_padding=3, resized_crop={}, randaugment={}, erasing=0.5
@@ -269,10 +269,10 @@ def test_randaugment_moves_pixels_only_where_geometry_is_ignored():
 
 def test_phase_a_augments_if_it_is_told_to_and_mixes_no_images_for_gaussians():
     given = ["augment={flip: true, mixup: 0.2, cutmix: 1}"]
-    assert config.load("digits_expected", given).phase_a_augment == AugmentSettings()
+    assert load("digits_expected", given).phase_a_augment == AugmentSettings()
     given.append("phase_a.augment=true")
-    assert config.load("digits_expected", given).phase_a_augment == AugmentSettings(flip=True)
-    settings = config.load("digits_expected", [*given, "phase_a.teacher=vit"])
+    assert load("digits_expected", given).phase_a_augment == AugmentSettings(flip=True)
+    settings = load("digits_expected", [*given, "phase_a.teacher=vit"])
     assert settings.phase_a_augment == settings.augment
 
 

@@ -23,14 +23,14 @@ def as_rank(monkeypatch):
 
 def whole_batches(buckets, as_rank, world: int, batch_size: int) -> list[list[int]]:
     """The ids of each batch over all ranks, sorted."""
-    of_ranks = []
+    rank_epochs = []
     for rank in range(world):
         as_rank(rank, world)
-        of_ranks.append(buckets.epoch(3, 1, batch_size))
+        rank_epochs.append(buckets.epoch(3, 1, batch_size))
     as_rank(0, 1)
     return [
         sorted(np.concatenate([ids for parts in step for ids in parts.values()]).tolist())
-        for step in zip(*of_ranks, strict=True)
+        for step in zip(*rank_epochs, strict=True)
     ]
 
 

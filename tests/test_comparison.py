@@ -22,7 +22,7 @@ from scipy.stats import t as student_t
 import store
 from arguments import sets, tiny
 from gaupipe.data.splits import load_data
-from gaupipe.settings import load as config
+from gaupipe.settings.load import flatten, load
 from gaupipe.settings.sections import Scope
 from gaupipe.system.errors import UserError
 from gaupipe.training.student import build_student
@@ -152,9 +152,7 @@ def resolved(base, rows):
 
 
 def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
-    base = config.load(
-        "digits_expected", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"]
-    )
+    base = load("digits_expected", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
     settings = resolved(base, default_rows(base, ["standard", "belief2"]))
     baselines, students = [BASELINE, "plain ViT, belief2"], ["standard", "belief2"]
     controls = ["shuffled maps", "prior alone", "no soft labels"]
@@ -164,16 +162,14 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
     assert settings["distilled standard"].train == base.student_training
     assert phases["shuffled maps"].shuffle_maps and phases["no soft labels"].alpha == 0
     assert phases["no soft labels"].beta == pytest.approx(0.3)
-    atto = config.load("cifar10_atto")  # whose teacher has no prior
+    atto = load("cifar10_atto")  # whose teacher has no prior
     assert resolved(atto, default_rows(atto, ["standard"]))["prior alone"].phase_a.prior
 
 
 def test_the_plain_vit_is_plain_whatever_the_student_is():
     options = {"zz": False}
     changes = ["attention=belief2", f"attention_options={options}", "student_args={rezero: true}"]
-    base = config.load(
-        "digits_expected", [f"model.{one}" for one in [*changes, "match_params=true"]]
-    )
+    base = load("digits_expected", [f"model.{one}" for one in [*changes, "match_params=true"]])
     settings = resolved(base, default_rows(base, ["belief2", "attentionx"]))
     models = {name: each.model for name, each in settings.items()}
     reference, student = models[BASELINE], models["distilled belief2"]
@@ -187,7 +183,7 @@ def test_the_plain_vit_is_plain_whatever_the_student_is():
 
 def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     def digests(*changes):
-        settings = config.load("digits_expected", changes)
+        settings = load("digits_expected", changes)
         plain, student = (resolve(Row(name="", plain=plain), settings) for plain in (True, False))
         return [digest(plain), digest(student), digest(as_teacher(student))]
 
@@ -202,11 +198,11 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     assert digests(alone) == digests(alone, "phase_b.shuffle_maps=yes")
     for teacher, shared in (("vit_tiny_patch16_224", True), ("local", True), ("vit", False)):
         names = [f"phase_a.teacher={teacher}", "phase_b.alpha=0"]
-        stems = [config.load("digits_expected", [*names, f"model.stem={stem}"]) for stem in STEMS]
+        stems = [load("digits_expected", [*names, f"model.stem={stem}"]) for stem in STEMS]
         assert (len({digest(as_teacher(one)) for one in stems}) == 1) == shared
 
-    base = config.load("digits_expected")
-    flat = config.flatten(resolve(Row(name=""), base), Scope.ANYTIME)  # also those with a default
+    base = load("digits_expected")
+    flat = flatten(resolve(Row(name=""), base), Scope.ANYTIME)  # also those with a default
     changed = [
         digest(resolve(Row(name="", settings={name: value / 2}), base))
         for name, value in flat.items()
@@ -227,7 +223,7 @@ def test_an_entry_changes_the_row_named_in_like_and_inherits_plain():
         {"name": "mine", "like": None, "model.student_args": {"mlp_ratio": 3}},
         {"name": "smaller", "like": "mine", "model.student_args.mlp_ratio": 2},
     ]
-    base = config.load("digits_expected")
+    base = load("digits_expected")
     rows = {row.name: row for row in swept(entries, base)}
     settings = resolved(base, rows.values())
     assert rows["longer"].plain and rows["lr 0.1"].plain and not rows["encoding uint8"].plain
@@ -260,7 +256,7 @@ def test_the_folder_of_a_comparison_is_known_by_its_lock(in_process, tmp_path):
 def test_a_plain_row_changes_the_baselines_optimizer_and_epochs():
     """Which a configuration may name apart from those of phase B, and a distilled row those."""
     changes = ["phase_b.epochs=6", "baseline.epochs=9", "train.optim.lr=3e-3"]
-    base = config.load("digits_expected", [*changes, "baseline.optim.lr=1e-3"])
+    base = load("digits_expected", [*changes, "baseline.optim.lr=1e-3"])
     expected = {
         BASELINE: (9, 1e-3),
         "as it is": (9, 1e-3),
@@ -357,7 +353,7 @@ def test_a_tiny_comparison(compared):
 
 def test_the_costs_of_a_tiny_comparison(compared):
     """100 images, 2 or 3 epochs of the student, 1 of the teacher, which compares no queries."""
-    settings = config.load("digits_expected", TINY)
+    settings = load("digits_expected", TINY)
     vit = build_student(settings, load_data(settings.data), settings.train)
     forward, rows = products_of(vit, tokens=16), rows_of(compared[0], "mine")
     dropped = products_of(vit, tokens=8)  # in the first of three epochs
@@ -370,8 +366,8 @@ def test_the_costs_of_a_tiny_comparison(compared):
     # the map of a Gaussian is separable: its two factors, 16 x 4 numbers each
     assert student >= 2 * 3 * 100 * forward
     scores = 2 * 16**2 * vit.embed_dim  # which the teacher has not, nor the weights of Q and K
-    of_teacher = forward - scores - 2 * 16 * vit.embed_dim**2
-    assert (3 + 1) * 100 * of_teacher <= teacher < (3 + 1) * 100 * forward
+    teacher_forward = forward - scores - 2 * 16 * vit.embed_dim**2
+    assert (3 + 1) * 100 * teacher_forward <= teacher < (3 + 1) * 100 * forward
     assert rows["distilled"]["final"]["multiply_adds"]["mean"] == student + teacher
 
 
@@ -492,7 +488,7 @@ def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
 def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_process, tmp_path):
     """What is no setting of a teacher does not keep a comparison from its students, and one that
     has nothing but a slice of its weights does not pay for the export of its maps."""
-    vit = config.load("digits_expected", [*TINY, "model.attention=standard"])
+    vit = load("digits_expected", [*TINY, "model.attention=standard"])
     phase_b.train_student(vit, tmp_path / "vit", teacher=None)
     folder = tmp_path / "c"
     changes = [

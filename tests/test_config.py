@@ -11,31 +11,40 @@ import pytest
 import yaml
 
 from gaupipe.settings import Settings, scope
-from gaupipe.settings import load as config
+from gaupipe.settings.load import (
+    changed,
+    dump,
+    flatten,
+    load,
+    load_merged,
+    parse,
+    shipped,
+    with_overrides,
+)
 from gaupipe.settings.sections import Scope, Section, section_of
 from gaupipe.system.errors import UserError
 
 
 def test_dumped_settings_load_to_the_same(tmp_path):
-    settings = config.load(
+    settings = load(
         "digits", ["train.epochs=7", "model.args={embed_dim: 32}", "data.train_images=100"]
     )
     path = tmp_path / "config.yaml"
-    path.write_text(config.dump(settings))
-    assert config.load(path) == settings
+    path.write_text(dump(settings))
+    assert load(path) == settings
     assert (settings.train.epochs, settings.model.args["embed_dim"]) == (7, 32)
 
 
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
 def test_numbers_in_scientific_notation_are_numbers(text):
-    assert config.load("digits_expected", [f"train.optim.lr={text}"]).train.optim.lr == 1e-4
+    assert load("digits_expected", [f"train.optim.lr={text}"]).train.optim.lr == 1e-4
 
 
 @pytest.mark.parametrize("text", ["2024", "007", "1e5", "true", "2024-05-01", "a b"])
 def test_a_text_that_looks_like_something_else_stays_a_text(text):
-    settings = config.load("digits_expected", [f"data.root={text}", f"device={text}"])
+    settings = load("digits_expected", [f"data.root={text}", f"device={text}"])
     assert (settings.data.root, settings.device) == (Path(text), text)
-    assert config.load("digits_expected", ["data.root=x", "data.root=null"]).data.root is None
+    assert load("digits_expected", ["data.root=x", "data.root=null"]).data.root is None
 
 
 def fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -86,7 +95,7 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
     assert values
     for value in values:
         with pytest.raises(UserError) as error:
-            config.parse(config.with_overrides({}, [f"{name}={value}"]), "--set")
+            parse(with_overrides({}, [f"{name}={value}"]), "--set")
         message = str(error.value)
         assert name in message and "\n" not in message and len(message) < 1000, value
 
@@ -98,22 +107,28 @@ def test_a_long_mapping_is_refused_as_fast_as_it_is_read(tmp_path):
         path.write_text("".join(f"k{number}: 1\n" for number in range(keys)))
         started = time.process_time()
         with pytest.raises(UserError, match="unknown setting 'k0'"):
-            config.load(path)
+            load(path)
         seconds.append(time.process_time() - started)
     assert seconds[1] < 25 * seconds[0]
 
 
 def test_what_a_scope_says():
-    names = config.flatten(Settings())
-    anytime = names.keys() - config.flatten(Settings(), Scope.ANYTIME).keys()
+    names = flatten(Settings())
+    anytime = names.keys() - flatten(Settings(), Scope.ANYTIME).keys()
     assert {"device", "threads", "data.root", "data.workers", "log.every"} <= anytime
     assert scope("model.args.depth") == scope("phase_a.rows.lr") == Scope.RUN
-    of_student = ("model.attention", "train.optim.lr", "baseline.optim.lr", "phase_b.gamma", "seed")
-    assert {scope(name) for name in of_student} == {Scope.STUDENT}
+    student_settings = (
+        "model.attention",
+        "train.optim.lr",
+        "baseline.optim.lr",
+        "phase_b.gamma",
+        "seed",
+    )
+    assert {scope(name) for name in student_settings} == {Scope.STUDENT}
     assert scope("export.kind") is scope("model.name") is Scope.RUN
-    other = config.load("digits_expected", ["threads=3", "export.k=5", "train.optim.lr=0.5"])
-    before = config.load("digits_expected")
-    assert config.changed(before, other, Scope.ANYTIME, Scope.STUDENT) == ["export.k"]
+    other = load("digits_expected", ["threads=3", "export.k=5", "train.optim.lr=0.5"])
+    before = load("digits_expected")
+    assert changed(before, other, Scope.ANYTIME, Scope.STUDENT) == ["export.k"]
 
 
 TRAINED = {
@@ -124,7 +139,7 @@ TRAINED = {
 
 
 def test_phase_b_and_the_baseline_differ_from_train_where_they_say_so():
-    settings = config.parse(copy.deepcopy(TRAINED), "here")
+    settings = parse(copy.deepcopy(TRAINED), "here")
     student, baseline = settings.student_training, settings.baseline_training
     assert (student.epochs, student.patience, student.label_smoothing) == (4, 3, 0.1)
     assert (student.optim.lr, student.optim.warmup_epochs, student.optim.clip_grad) == (0.5, 2, 1)
@@ -134,7 +149,7 @@ def test_phase_b_and_the_baseline_differ_from_train_where_they_say_so():
     assert student.optim.args == baseline.optim.args == {"betas": [0.1, 0.2]}
     assert settings.with_training(distilled=True).train == student
     assert settings.with_training(distilled=True).baseline_training == student
-    assert config.parse(yaml.safe_load(config.dump(settings)), "again") == settings
+    assert parse(yaml.safe_load(dump(settings)), "again") == settings
 
 
 @pytest.mark.parametrize(
@@ -151,9 +166,9 @@ def test_train_on_the_command_line_counts_for_both(override, student, baseline, 
     """Although the file may have others for phase B and for the baseline."""
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump(TRAINED))
-    settings = [config.load(path, [override])]
+    settings = [load(path, [override])]
     if "{" not in override:  # which load_merged joins
-        settings.append(config.load_merged(path, [override]))
+        settings.append(load_merged(path, [override]))
     for each in settings:
         for train, values in (
             (each.student_training, student),
@@ -164,7 +179,7 @@ def test_train_on_the_command_line_counts_for_both(override, student, baseline, 
 
 
 def test_what_the_command_line_says_of_phase_b_stays_beside_train():
-    settings = config.load("digits_expected", ["phase_b.epochs=3", "train.epochs=5"])
+    settings = load("digits_expected", ["phase_b.epochs=3", "train.epochs=5"])
     assert (settings.student_training.epochs, settings.baseline_training.epochs) == (3, 5)
 
 
@@ -172,12 +187,12 @@ def test_validating_settings_reads_no_file(tmp_path):
     (tmp_path / "config.json").write_text('{"model_args": {"attention": "xsa"}}')
     tree = {"model": {"name": f"local-dir:{tmp_path}"}}
     assert Settings.model_validate(tree).model.attention == "standard"
-    assert config.parse(tree, "here").model.attention == "xsa"
+    assert parse(tree, "here").model.attention == "xsa"
 
 
-@pytest.mark.parametrize("name", config.shipped())
+@pytest.mark.parametrize("name", shipped())
 def test_shipped_settings_are_valid(name):
-    assert config.load(name).train.epochs > 0
+    assert load(name).train.epochs > 0
 
 
 @pytest.mark.parametrize(
@@ -189,7 +204,7 @@ def test_shipped_settings_are_valid(name):
 )
 def test_the_papers_settings_are_the_papers(name, epochs, weights):
     """*GauTransformer, section 4*; what the paper does not name is switched off."""
-    settings = config.load(name)
+    settings = load(name)
     teacher, phase, train = settings.phase_a, settings.phase_b, settings.student_training
     assert teacher.parametrisation == "paper" and teacher.mode == "stochastic" and not teacher.prior
     assert teacher.stop_accuracy == 0.92

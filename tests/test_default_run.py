@@ -10,7 +10,7 @@ import torch
 import gaupipe
 from gaupipe.maps.gaussians import expected_map, from_raw
 from gaupipe.models import forward_with_maps
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from stages import export, phase_a, phase_b
 
 
@@ -31,7 +31,7 @@ def embedding_run(tmp_path_factory) -> Path:
         "model.args={embed_dim: 16, depth: 2, num_heads: 2}",
     ]
     run_dir = tmp_path_factory.mktemp("default") / "run"
-    phase_a.run(config.load("digits", changes), run_dir)
+    phase_a.run(load("digits", changes), run_dir)
     export.run(run_dir)
     phase_b.run(run_dir, "belief2")
     return run_dir

@@ -134,12 +134,12 @@ def test_a_class_token_that_takes_all_or_nothing_leaves_heads_and_divergence_exa
     expected = scores.softmax(-1) @ exact[2]
     rows = scores[..., 1:, 1:].log_softmax(-1)
     target = expected_map(gaussians()[:, 0], GRID).double()
-    of_block = feature_loss(rows, target)
+    whole_block = feature_loss(rows, target)
     torch.testing.assert_close(heads.double(), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(divergence_of_block.double(), of_block, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(divergence_of_block.double(), whole_block, rtol=1e-4, atol=1e-5)
     along = torch.randn(expected.shape, generator=generator)
     ((heads * along).sum() + divergence_of_block).backward()
-    ((expected * along).sum() + of_block).backward()
+    ((expected * along).sum() + whole_block).backward()
     for mine, theirs in zip(leaves, exact, strict=True):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
 

@@ -19,7 +19,8 @@ import torch
 from arguments import sets, tiny
 from damage import contents, differing
 from gaupipe.distillation import gaussian_teacher
-from gaupipe.settings import load as config
+from gaupipe.settings import Settings
+from gaupipe.settings.load import load
 from gaupipe.system import distributed
 from killing import KILLED, AtFile, until_it_ends
 from pictures import write_idx
@@ -67,14 +68,14 @@ CASES = {
 }
 
 
-def train(run_dir: Path, settings: config.Settings) -> None:
+def train(run_dir: Path, settings: Settings) -> None:
     from stages import run
 
     with distributed.process_group():
         run.run(settings, run_dir)
 
 
-def train_until_killed(run_dir: Path, settings: config.Settings, kill: AtFile) -> None:
+def train_until_killed(run_dir: Path, settings: Settings, kill: AtFile) -> None:
     """As :func:`train`; the last rank is killed once the ranks have found each other: until then,
     the launcher would have to end the others."""
     from stages import run
@@ -91,7 +92,7 @@ def train_until_killed(run_dir: Path, settings: config.Settings, kill: AtFile) -
     [case if case == "files" else pytest.param(case, marks=pytest.mark.long) for case in CASES],
 )
 def test_any_number_of_processes_trains_the_same(tmp_path, case):
-    settings = config.load("digits_expected", [*TINY, *CASES[case]])
+    settings = load("digits_expected", [*TINY, *CASES[case]])
     worlds = (1, 4) if case == "files" else (1, 2)
     for size in worlds:
         codes = in_world(size, tmp_path / "words", train, tmp_path / str(size), settings)
@@ -103,7 +104,7 @@ def test_any_number_of_processes_trains_the_same(tmp_path, case):
     assert_close(together, alone, 1e-5)
 
 
-def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
+def weights_of_ranks(settings: Settings, run_dir: Path) -> None:
     """Trains phase A, and prints what each rank has in the end."""
     from gaupipe.data.splits import load_data
 
@@ -116,7 +117,7 @@ def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
 
 
 def test_ranks_end_with_the_same_bits_and_hold_their_own_images_only(tmp_path):
-    settings = config.load("digits_expected", [*TINY, "phase_a.max_epochs=1"])
+    settings = load("digits_expected", [*TINY, "phase_a.max_epochs=1"])
     codes = in_world(2, tmp_path / "words", weights_of_ranks, settings, tmp_path / "run")
     first, second = ((tmp_path / "words" / f"rank{rank}.txt").read_text() for rank in (0, 1))
     assert codes == [0, 0], first + second
@@ -131,9 +132,7 @@ def trained(tmp_path_factory) -> Path:
     from stages import run
 
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run.run(
-        config.load("digits_expected", [*TINY, "phase_b.gamma=0.1", "baseline.epochs=0"]), folder
-    )
+    run.run(load("digits_expected", [*TINY, "phase_b.gamma=0.1", "baseline.epochs=0"]), folder)
     return folder
 
 
@@ -269,7 +268,7 @@ def machines(tmp_path_factory) -> Path:
     from gaupipe.vit.build import build_vit
 
     place = tmp_path_factory.mktemp("machines")
-    settings = config.load("digits_expected", TINY)
+    settings = load("digits_expected", TINY)
     data = load_data(settings.data)
     for rank in (0, 1):
         folder = place / str(rank) / "fashion-mnist"
@@ -319,7 +318,7 @@ def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     """Rank 1 is killed again and again; the others end by themselves, and one or two processes
     continue. The run ends as one that nothing happened to."""
     fast = ["baseline.epochs=0", "phase_b.gamma=0.1"]
-    settings = config.load("digits_expected", [*TINY, *fast])
+    settings = load("digits_expected", [*TINY, *fast])
     assert in_world(2, tmp_path / "words", train, tmp_path / "unbroken", settings) == [0, 0]
     run_dir, sizes = tmp_path / "killed", itertools.cycle((2, 1))
 

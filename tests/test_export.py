@@ -19,7 +19,7 @@ from exports import SHARD_MB, exported, train
 from gaupipe.distillation.export import lost
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import chosen
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from killing import KILLED, InWrite, exit_code
 from stages import export, phase_a
 from stages.export.writing import loss_line
@@ -275,8 +275,8 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
     ],
 )
 def test_the_usual_kind_is_the_smallest_that_loses_nothing(changes, kind):
-    assert chosen(config.load("digits_expected", changes)).kind == kind
-    assert chosen(config.load("imagenet_tiny")).kind == "embedding"
+    assert chosen(load("digits_expected", changes)).kind == kind
+    assert chosen(load("imagenet_tiny")).kind == "embedding"
 
 
 def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path, in_process):

@@ -21,7 +21,7 @@ from gaupipe.distillation import gaussian_teacher
 from gaupipe.distillation.gaussian_teacher import TeacherLoss
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.teachers.image_state import ImageState
 from stages import phase_a, phase_b
 from stages.runs.directory import RunDirectory
@@ -74,7 +74,7 @@ def student_job(run, request):
     stage, student = request.param
     teacher = RunDirectory(run)
     changes = [AUGMENT, "phase_b.alpha=0.5", f"model.attention={student}"]
-    settings = config.load(str(teacher.config), changes)
+    settings = load(str(teacher.config), changes)
     data = load_data(settings.data, False)
     return phase_b.build(settings, data, teacher if stage == "phase-b" else None)
 
@@ -98,7 +98,7 @@ def test_a_step_of_a_student(student_job, gpu):
 @pytest.fixture
 def teacher_job(request, tmp_path):
     small = ["model.args={embed_dim: 16, depth: 2, num_heads: 2}", "data.batch_size=20", AUGMENT]
-    settings = config.load("digits_expected", [*small, f"phase_a.{request.param}"])
+    settings = load("digits_expected", [*small, f"phase_a.{request.param}"])
     return gaussian_teacher.build(settings, tmp_path, load_data(settings.data, False))
 
 

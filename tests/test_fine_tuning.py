@@ -13,7 +13,7 @@ from timm.optim import param_groups_layer_decay
 from arguments import sets
 from gaupipe.data.batches import Batches, train_and_val
 from gaupipe.data.splits import load_data
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load, parse, with_overrides
 from gaupipe.training import job as training_job
 from gaupipe.training.job import LabelLosses
 from gaupipe.training.optimizer import build_optimizer
@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 def settings_of(folder, *changes):
     model = [f"model.name=local-dir:{folder / 'weights'}", "data.image_size=16"]
     data = ["data.name=folder", f"data.root={folder / 'photos'}", f"data.scaling={SCALING}"]
-    return config.load("digits_expected", [*model, *data, *changes])
+    return load("digits_expected", [*model, *data, *changes])
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,15 @@ def test_images_are_scaled_as_the_weights_expect_from_training_to_prediction(
     assert json.loads(out)["top1"] == pytest.approx(last["val_acc"])
     code, out, _ = in_process("predict", student, folder / "photos")
     predicted = [line.split(",")[:2] for line in out.splitlines()[1:]]
-    data = load_data(config.load(run / "config.yaml").data)
+    data = load_data(load(run / "config.yaml").data)
     images = torch.cat([torch.from_numpy(data.val.image(i))[None] for i in range(len(data.val))])
     mean, std = (torch.tensor(SCALING[name]) for name in ("mean", "std"))
     logits = model.eval()(((images / 255 - mean) / std).permute(0, 3, 1, 2))
     names = [data.val.source.path(position) for position in data.val.positions]
-    of_predict = dict(predicted)
-    assert [of_predict[name] for name in names] == [("cat", "dog")[i] for i in logits.argmax(1)]
+    predicted_class = dict(predicted)
+    assert [predicted_class[name] for name in names] == [
+        ("cat", "dog")[i] for i in logits.argmax(1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +96,15 @@ def test_every_command_scales_images_as_the_weights_expect_but_for_what_is_set(
     arguments = [*command, "--data", "photos", *changes, "--run-dir", tmp_path / "run"]
     code, _, err = in_process(*arguments)
     assert code == 0, err
-    of_runs = [config.load(path) for path in tmp_path.glob(config_of)]
-    for settings in of_runs:
+    run_settings = [load(path) for path in tmp_path.glob(config_of)]
+    for settings in run_settings:
         assert settings.data.scaling == {**SCALING, "interpolation": "bilinear"}
         assert settings.data.image_size == 16
         assert settings.model.name == f"local-dir:{folder / 'weights'}"
-    assert {one.phase_a.teacher for one in of_runs} - {"gaussian"} == {of_runs[0].model.name}
-    assert len(of_runs) == (1 if command == ["run"] else 2)
+    assert {one.phase_a.teacher for one in run_settings} - {"gaussian"} == {
+        run_settings[0].model.name
+    }
+    assert len(run_settings) == (1 if command == ["run"] else 2)
 
 
 def test_a_converted_model_starts_with_the_outputs_of_its_weights(folder):
@@ -131,7 +135,7 @@ def test_a_student_of_ours_keeps_its_attention_unless_another_one_is_named(folde
         changes = (f"model.name=local-dir:{tmp_path / 'weights'}", *named)
         settings = settings_of(folder, "data.batch_size=8")
         tree = settings.model_dump(mode="json", exclude={"phase_b", "model"})
-        settings = config.parse(config.with_overrides(tree, changes), "test")
+        settings = parse(with_overrides(tree, changes), "test")
         student = build_student(settings, load_data(settings.data), settings.train).eval()
         assert student.gaupipe_args["attention"] == settings.model.attention == attention
         same = student.forward_features(images).allclose(ours.forward_features(images))

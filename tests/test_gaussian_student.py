@@ -14,7 +14,7 @@ from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import convert, forward_with_maps
 from gaupipe.settings import OptimSettings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.training.optimizer import build_optimizer
@@ -105,9 +105,9 @@ EXACT = ["phase_b.warm_start=exact", "model.attention_options={prior: true}"]
 def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     """The student's predictions before its first step are the teacher's."""
     run_dir = tmp_path / "run"
-    phase_a.run(config.load("digits_expected", [*TEACHER, *EXACT]), run_dir)
+    phase_a.run(load("digits_expected", [*TEACHER, *EXACT]), run_dir)
     export.run(run_dir)
-    run, data = RunDirectory(run_dir), load_data(config.load("digits_expected").data)
+    run, data = RunDirectory(run_dir), load_data(load("digits_expected").data)
     job = phase_b.build(run.settings(), data, run)
     loaded = phase_a.load(run, data)
     hand_over(job.student, loaded.teacher.weights())

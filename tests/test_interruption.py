@@ -19,7 +19,7 @@ from arguments import sets, tiny
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system import distributed
 from gaupipe.training.epochs import Epoch
 from killing import AtCall, exit_code
@@ -150,8 +150,8 @@ def test_draws_start_anew_on_another_type_of_device():
     def followed(name: int, first: int) -> int:
         epoch = object.__new__(Epoch)
         epoch.first, epoch._generators = first, {}
-        of_a_gpu = {"generators": {name: torch.zeros(16, dtype=torch.uint8)}}
-        state = types.SimpleNamespace(epoch={"ranks": [of_a_gpu]})
+        gpu_state = {"generators": {name: torch.zeros(16, dtype=torch.uint8)}}
+        state = types.SimpleNamespace(epoch={"ranks": [gpu_state]})
         epoch.loop = types.SimpleNamespace(update=types.SimpleNamespace(state=state))
         generator = torch.Generator().manual_seed(name)
         epoch.follow({name: generator})
@@ -178,7 +178,7 @@ def test_short_epochs_have_checkpoints_between_them_only(tmp_path, monkeypatch):
         ("always", ["data.batch_size=100"], [1, 2, 0] * 2),
         ("groups", ["phase_a.optim.accumulate=5"], [5, 10, 0] * 2),
     ):
-        phase_a.run(config.load("digits_expected", [*TINY, *settings]), tmp_path / name)
+        phase_a.run(load("digits_expected", [*TINY, *settings]), tmp_path / name)
         assert written == expected, name
         written.clear()
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from scipy.stats import binomtest
 
-from gaupipe.settings import load as config
+from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
 from gaupipe.training import job as training
 from gaupipe.training.scores import Score
@@ -52,9 +52,7 @@ def seen(monkeypatch):
 
 
 def train(folder: Path, *changes: str) -> list[dict]:
-    return phase_b.train_student(
-        config.load("digits_expected", [*TINY, *changes]), folder, teacher=None
-    )
+    return phase_b.train_student(load("digits_expected", [*TINY, *changes]), folder, teacher=None)
 
 
 def epoch_of(folder: Path, seen: dict) -> int:
@@ -123,18 +121,18 @@ def test_a_finished_student_is_chosen_anew(tmp_path, seen):
 
 def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process):
     run = RunDirectory(tmp_path / "run")
-    settings = config.load("digits_expected", [*TINY, "train.keep=best"])
+    settings = load("digits_expected", [*TINY, "train.keep=best"])
     run.path.mkdir()
-    run.config.write_text(config.dump(settings))
+    run.config.write_text(dump(settings))
     code, _, err = in_process("phase-b", "--run-dir", run.path, "--no-distill")
     low, high = binomtest(216, 360).proportion_ci(method="wilson")  # the digits to validate on
-    shown = f"60.0 % ({100 * low:.1f} to {100 * high:.1f} %, 95 % interval of 360 images)"
+    shown = f"60.0 % ({100 * low:.1f} to {100 * high:.1f} %), the 95 % interval of 360 images"
     kept = "standard/student is of epoch 6, the best (train.keep=best): val "
     assert code == 0 and f"{kept}{shown}; " in err and "to keep epoch" not in err
     assert evaluate.run(run.path, "standard", distilled=False)["epoch"] == 6
     folder = run.student("standard", distilled=False)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    line = whole_run.line("standard, plain", metrics, folder)
+    line = whole_run.line("standard, plain", metrics, folder, 360)
     assert (line.model, line.epochs) == ("standard, plain (epoch 6)", 7)
     assert line.val_acc == CURVE[5]
     again = ["phase-b", "--run-dir", run.path, "--no-distill", "--resume", "--set"]

@@ -64,13 +64,13 @@ def test_values_and_gradients_for_vectors_of_any_length(heads, compiled):
     if compiled:
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     m, v, sensitivity = numbers(5, 8)
-    for of_m, of_v in LENGTHS:
+    for m_length, v_length in LENGTHS:
         # numbers below 1e-38 have fewer digits
-        close = 3e-6 if min(of_m, of_v) > 1e-37 else 1e-4
-        m_now, v_now = m * np.float32(of_m), (v / 4 * np.float32(of_v)).astype(np.float32)
+        close = 3e-6 if min(m_length, v_length) > 1e-37 else 1e-4
+        m_now, v_now = m * np.float32(m_length), (v / 4 * np.float32(v_length)).astype(np.float32)
         compare(heads, function, m_now, v_now, sensitivity, close=close)
-    for of_v in (1e-37, 1e-40, 1e-44):  # |m| / |v| leaves the type, v keeps its direction
-        compare(heads, function, m, v * np.float32(of_v), sensitivity, slope=False)
+    for v_length in (1e-37, 1e-40, 1e-44):  # |m| / |v| leaves the type, v keeps its direction
+        compare(heads, function, m, v * np.float32(v_length), sensitivity, slope=False)
     v[0, :4] *= 1e-20  # heads of very different lengths
     v[1, 4:] *= 1e-28
     v[2, :4] = 0

@@ -12,7 +12,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.draws import RANDAUGMENT, uniforms
 from gaupipe.distillation import local
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.training.epochs import loop
 from gaupipe.training.job import build, training_state
 from stages.plan import random_data
@@ -69,7 +69,7 @@ def operations_of_a_step(tmp_path, monkeypatch, batch_size: int, teacher: bool) 
     changes = [*EVERYTHING, f"data.batch_size={batch_size}"]
     if teacher:
         changes += ["phase_a.teacher=local", "phase_b.gamma=0.5"]
-    settings = config.load("digits", changes)
+    settings = load("digits", changes)
     data = random_data(settings, 512, 10)
     job = build(settings, data)
     if teacher:

@@ -17,7 +17,7 @@ from gaupipe.distillation.losses import ConstantMaps, FeatureLoss, TeacherMaps
 from gaupipe.distillation.store_choice import MapShape
 from gaupipe.maps.gaussians import local_map
 from gaupipe.models import forward_with_maps
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
 
@@ -161,7 +161,7 @@ def local_run(tmp_path_factory) -> Path:
     from stages import run
 
     run_dir = tmp_path_factory.mktemp("local") / "run"
-    settings = config.load("digits_expected", [*SMALL, "phase_b.alpha=0.2", "phase_b.gamma=0.25"])
+    settings = load("digits_expected", [*SMALL, "phase_b.alpha=0.2", "phase_b.gamma=0.25"])
     run.run(settings, run_dir, "attentionx")
     return run_dir
 
@@ -187,7 +187,7 @@ def test_the_phases_say_in_one_line_that_nothing_is_trained_or_stored(tmp_path, 
 
 
 def test_a_student_is_pulled_towards_the_gaussians(local_run):
-    settings = config.load(local_run / "config.yaml")
+    settings = load(local_run / "config.yaml")
     run = gaupipe.open_run(local_run)
     maps = run.maps([0, 1, 2])
     assert [tuple(block.shape) for block in maps] == [(3, 2, 16, 16)] * 2
@@ -201,7 +201,7 @@ def test_a_student_is_pulled_towards_the_gaussians(local_run):
 
 def test_wrong_places_are_the_same_for_one_seed_and_others_for_another(local_run):
     def maps(*overrides: str) -> torch.Tensor:
-        settings = config.load("digits_expected", [*SMALL, *overrides])
+        settings = load("digits_expected", [*SMALL, *overrides])
         return local_maps(settings, gaupipe.open_run(local_run).student()).map(0)
 
     right, wrong = maps(), maps("phase_a.local.permuted=true")
@@ -236,10 +236,10 @@ def test_an_interrupted_student_goes_on_with_the_same_numbers(local_run, tmp_pat
     from stages.runs.directory import RunDirectory
 
     run = RunDirectory(local_run)
-    settings = config.load(local_run / "config.yaml")
+    settings = load(local_run / "config.yaml")
     job = phase_b.build(settings, gaupipe.open_run(local_run).data, run)
     assert job.settings.phase_b.alpha == 0 and job.source_of_maps() is None
-    again = config.load(local_run / "phase_b/attentionx/config.yaml")
+    again = load(local_run / "phase_b/attentionx/config.yaml")
     assert job.identity() == phase_b.build(again, job.data, run).identity() | {
         "model.attention": settings.model.attention
     }
@@ -248,13 +248,11 @@ def test_an_interrupted_student_goes_on_with_the_same_numbers(local_run, tmp_pat
 def test_a_comparison_has_wrong_places_and_uniform_maps_as_controls(tmp_path):
     from stages import compare
 
-    settings = config.load(
-        "digits_expected", [*SMALL, "model.attention=standard", "phase_b.alpha=0.1"]
-    )
+    settings = load("digits_expected", [*SMALL, "model.attention=standard", "phase_b.alpha=0.1"])
     folder = tmp_path / "all"
     options: dict = {"sweep": None, "only": [], "jobs": 1}
     compare.run(settings, folder, students=["standard"], seeds=[0], **options)
-    trained = [config.load(path) for path in (folder / "students").glob("*/config.yaml")]
+    trained = [load(path) for path in (folder / "students").glob("*/config.yaml")]
     local = [one.phase_a.local for one in trained if one.phase_a.is_local]
     kinds = sorted((one.permuted, one.std) for one in local)
     assert kinds == [(False, [0.8, 2.0]), (False, [math.inf]), (True, [0.8, 2.0])]
@@ -269,4 +267,4 @@ def test_an_attention_without_maps_is_refused():
     model = student("standard")
     model.blocks[0].attn = Blind(32, 4)
     with pytest.raises(UserError, match=r"Blind compares no queries .* set phase_b.gamma=0"):
-        local_maps(config.load("digits_expected", ["phase_a.teacher=local"]), model)
+        local_maps(load("digits_expected", ["phase_a.teacher=local"]), model)

@@ -15,7 +15,7 @@ from arguments import sets, tiny
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system.imports import pip_install
 from gaupipe.training.update import Update
 from pictures import UNCHANGED, NumberedMaps
@@ -77,30 +77,32 @@ def service(monkeypatch):
 
 
 def test_steps_are_written_with_what_the_settings_ask_for(tmp_path):
-    settings = config.load("digits_expected", [*TINY, "phase_a.optim.clip_grad=null"])
+    settings = load("digits_expected", [*TINY, "phase_a.optim.clip_grad=null"])
     phase_a.run(settings, tmp_path / "run")
     export.run(tmp_path / "run")
     phase_b.run(tmp_path / "run", "standard")
-    of_a, of_b = (lines(tmp_path / "run" / name) for name in ("phase_a", "phase_b/standard"))
-    assert [(line["epoch"], line["step"]) for line in of_a] == [
+    phase_a_lines, phase_b_lines = (
+        lines(tmp_path / "run" / name) for name in ("phase_a", "phase_b/standard")
+    )
+    assert [(line["epoch"], line["step"]) for line in phase_a_lines] == [
         *((1, 2), (1, 4), (2, 6), (2, 8), (2, 10))
     ]
     measured = {"lr", "grad_norm", "images_per_s", "waits_data", "waits_maps"}
-    assert of_a[0].keys() == {"epoch", "step", "loss"} | measured
+    assert phase_a_lines[0].keys() == {"epoch", "step", "loss"} | measured
     losses = {"loss", "loss_soft", "loss_hard", "loss_feat", "acc"}
-    assert of_b[0].keys() == {"epoch", "step"} | losses | measured
-    for line in [*of_a, *of_b]:
+    assert phase_b_lines[0].keys() == {"epoch", "step"} | losses | measured
+    for line in [*phase_a_lines, *phase_b_lines]:
         assert line["grad_norm"] > 0 and line["images_per_s"] > 0 and line["lr"] > 0
         assert 0 <= line["waits_data"] + line["waits_maps"] <= 1.001
     # of the epoch's five batches of 20 images the lines of the second cover all
     [_, second] = [json.loads(line) for line in (tmp_path / "run/phase_a/metrics.jsonl").open()]
-    assert np.average([line["loss"] for line in of_a[2:]], weights=[1, 2, 2]) == pytest.approx(
-        second["train_loss"], rel=1e-6
-    )
+    assert np.average(
+        [line["loss"] for line in phase_a_lines[2:]], weights=[1, 2, 2]
+    ) == pytest.approx(second["train_loss"], rel=1e-6)
 
 
 def test_no_lines_where_none_are_asked_for(tmp_path):
-    phase_a.run(config.load("digits_expected", [*TINY, "log.every=0"]), tmp_path / "run")
+    phase_a.run(load("digits_expected", [*TINY, "log.every=0"]), tmp_path / "run")
     assert not (tmp_path / "run/phase_a/steps.jsonl").exists()
 
 
@@ -109,7 +111,7 @@ def test_a_training_that_goes_on_is_told_of_under_the_same_name(
     tmp_path, service, interrupted, logger
 ):
     sets = [*TINY, f"log.to=[{logger}]", "log.every=1", "checkpoint_minutes=0"]
-    settings = config.load("digits_expected", sets)
+    settings = load("digits_expected", sets)
     phase_a.run(settings, tmp_path / "unbroken")
     unbroken, service.logged[:] = list(service.logged), []
     interrupted(settings, tmp_path / "run", 3, 8)
@@ -135,7 +137,7 @@ def test_tensorboard_reads_what_was_written(tmp_path, interrupted):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sets = [*TINY, "log.to=[tensorboard]", "phase_a.teacher=vit", "checkpoint_minutes=0"]
-    interrupted(config.load("digits_expected", sets), tmp_path / "run", 8)
+    interrupted(load("digits_expected", sets), tmp_path / "run", 8)
     folder = tmp_path / "run/phase_a"
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()

@@ -77,10 +77,10 @@ def test_views_are_those_of_the_definition(grid, new_grid):
     maps, where = random_maps(0, len(views), 2, tokens, tokens), geometry(*views)
     with torch.autocast("cpu", torch.bfloat16):
         moved = move_map(maps, where, grid, new_grid)
-        of_one = move_map(maps[:1], where, grid, new_grid)
+        moved_first = move_map(maps[:1], where, grid, new_grid)
     assert moved.dtype == torch.float32 and (moved >= 0).all()
     for image, (name, view) in enumerate(VIEWS.items()):
-        for ours, stored in ((moved[image], maps[image]), (of_one[image], maps[0])):
+        for ours, stored in ((moved[image], maps[image]), (moved_first[image], maps[0])):
             expected = moved_by_numpy(stored.numpy(), *view, grid, new_grid)
             np.testing.assert_allclose(ours, expected, atol=3e-6, err_msg=name)
     torch.testing.assert_close(move_map(maps[:1], None, grid, new_grid), moved[:1])

@@ -9,7 +9,7 @@ import torch
 import store
 from arguments import tiny
 from gaupipe.distillation import kinds
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from stages import phase_a
 from stages.view.serve import open_viewer
@@ -59,11 +59,11 @@ def test_both_packages_know_the_same_kinds():
 
 def test_a_kind_is_two_classes(tmp_path, monkeypatch, in_process):
     with pytest.raises(UserError, match="should be one of gaussian, .*, got 'headmean'"):
-        config.load("digits_expected", SETTINGS)
+        load("digits_expected", SETTINGS)
     monkeypatch.setitem(store.KINDS, "headmean", HeadMean())
     monkeypatch.setitem(kinds.MAP_KINDS, "headmean", HeadMeanKind())
     run = tmp_path / "run"
-    phase_a.run(config.load("digits_expected", SETTINGS), run)
+    phase_a.run(load("digits_expected", SETTINGS), run)
     assert in_process("export-maps", "--run-dir", run)[0] == 0
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
     gaussians = run / "gaussians.zarr"

@@ -11,8 +11,8 @@ from PIL import Image
 from arguments import sets
 from gaupipe.data.sources import facts_of
 from gaupipe.data.splits import load_data
-from gaupipe.settings import DataSettings
-from gaupipe.settings import load as config
+from gaupipe.settings import DataSettings, Settings
+from gaupipe.settings.load import flatten, load, parse, with_overrides
 from gaupipe.system.errors import UserError
 from pictures import facts, photos
 from runs import metrics
@@ -25,12 +25,12 @@ PLACE = {"name": "folder", "root": "photos"}
 TINY = ("model.args.embed_dim=16", "model.args.depth=1", "train.epochs=2", "threads=1")
 
 
-def chosen(given=(), gpu=False, **of_folder) -> Choices:
-    return choose(facts(**of_folder), PLACE, gpu, config.with_overrides({}, given))
+def chosen(given=(), gpu=False, **folder_facts) -> Choices:
+    return choose(facts(**folder_facts), PLACE, gpu, with_overrides({}, given))
 
 
-def settings(given=(), gpu=False, **of_folder) -> config.Settings:
-    return config.parse(chosen(given, gpu, **of_folder).tree, "test")
+def proposed(given=(), gpu=False, **folder_facts) -> Settings:
+    return parse(chosen(given, gpu, **folder_facts).tree, "test")
 
 
 # what is chosen
@@ -50,72 +50,72 @@ def settings(given=(), gpu=False, **of_folder) -> config.Settings:
     ],
 )
 def test_sizes_follow_the_shorter_side(size, gpu, image_size, patch_size):
-    of_run = settings(size=size, gpu=gpu)
-    assert of_run.data.image_size == image_size
-    assert of_run.model.args["patch_size"] == patch_size
+    settings = proposed(size=size, gpu=gpu)
+    assert settings.data.image_size == image_size
+    assert settings.model.args["patch_size"] == patch_size
 
 
 def test_what_is_chosen_can_be_built_whatever_the_folder():
     teachers = "phase_a.teacher=local", "phase_a.teacher=vit"
     folders = itertools.product((2, 20, 3000, 10**6), (1, 31, 50, 3000), (False, True), teachers)
     for images, pixels, gpu, teacher in folders:
-        of_run = settings([teacher], images=images, size=(pixels, pixels), gpu=gpu)
-        args = of_run.model.args
-        assert of_run.data.image_size % args["patch_size"] == 0
+        settings = proposed([teacher], images=images, size=(pixels, pixels), gpu=gpu)
+        args = settings.model.args
+        assert settings.data.image_size % args["patch_size"] == 0
         assert args["embed_dim"] % args["num_heads"] == 0
-        together = of_run.phase_a.most_epochs + of_run.student_training.epochs
-        assert of_run.baseline_training.epochs == of_run.baseline_epochs == together
-        assert 0 < of_run.data.val_fraction <= 0.5
-        store = (of_run.data.image_size // args["patch_size"]) ** 2
+        together = settings.phase_a.most_epochs + settings.student_training.epochs
+        assert settings.baseline_training.epochs == settings.baseline_epochs == together
+        assert 0 < settings.data.val_fraction <= 0.5
+        store = (settings.data.image_size // args["patch_size"]) ** 2
         store *= images * args["depth"] * args["num_heads"] * 16
-        assert (of_run.export.views or 1) * 0.5 * store < max(2e9, store)
+        assert (settings.export.views or 1) * 0.5 * store < max(2e9, store)
 
 
 def test_more_images_have_fewer_epochs_and_larger_batches():
-    few, many = settings(images=2000), settings(images=200_000)
+    few, many = proposed(images=2000), proposed(images=200_000)
     assert few.train.epochs > many.train.epochs
     assert few.data.batch_size < many.data.batch_size
-    gpu = settings(images=2000, gpu=True)
+    gpu = proposed(images=2000, gpu=True)
     assert gpu.model.args["embed_dim"] > few.model.args["embed_dim"]
 
 
 def test_a_small_folder_holds_out_an_image_of_each_class():
     names = [f"class of {number} things" for number in range(10)]
-    assert settings(images=20, classes=names).data.val_fraction == 0.5
-    assert settings(images=200).data.val_fraction == 0.2
-    assert settings(images=2000).data.val_fraction == 0.1
+    assert proposed(images=20, classes=names).data.val_fraction == 0.5
+    assert proposed(images=200).data.val_fraction == 0.2
+    assert proposed(images=2000).data.val_fraction == 0.1
     assert chosen(images=20, val=5).given("data.val_fraction") is None
 
 
 @pytest.mark.parametrize("names", ["0123456789", ["digit-0", "digit-7"], "AbC"])
 def test_digits_and_letters_are_not_mirrored(names):
-    assert not settings(classes=list(names)).augment.flip
-    words = settings(classes=["digital watch", "ab"])
+    assert not proposed(classes=list(names)).augment.flip
+    words = proposed(classes=["digital watch", "ab"])
     assert words.augment.flip and words.phase_a.augment
 
 
 def test_what_the_user_set_stays_and_the_rest_follows():
     given = ["data.image_size=30", "model.args.embed_dim=50", "train.epochs=6"]
     vit = ["phase_a.teacher=vit"]
-    of_run = settings([*vit, *given, "augment.flip=false", "phase_b.alpha=0.5"])
-    assert (of_run.data.image_size, of_run.model.args["patch_size"]) == (30, 3)
-    assert (of_run.model.args["embed_dim"], of_run.model.args["num_heads"]) == (50, 1)
-    assert (of_run.phase_a.max_epochs, of_run.baseline_epochs) == (3, 9)
-    assert of_run.student_training.epochs == of_run.baseline_training.epochs == 6
-    assert settings([*vit, "phase_b.epochs=6"]).baseline_training.epochs == 9
-    assert not of_run.augment.flip and of_run.phase_b.alpha == 0.5
-    fewer = settings(["data.train_images=100"])
-    assert fewer.train.epochs > settings().train.epochs
+    settings = proposed([*vit, *given, "augment.flip=false", "phase_b.alpha=0.5"])
+    assert (settings.data.image_size, settings.model.args["patch_size"]) == (30, 3)
+    assert (settings.model.args["embed_dim"], settings.model.args["num_heads"]) == (50, 1)
+    assert (settings.phase_a.max_epochs, settings.baseline_epochs) == (3, 9)
+    assert settings.student_training.epochs == settings.baseline_training.epochs == 6
+    assert proposed([*vit, "phase_b.epochs=6"]).baseline_training.epochs == 9
+    assert not settings.augment.flip and settings.phase_b.alpha == 0.5
+    fewer = proposed(["data.train_images=100"])
+    assert fewer.train.epochs > proposed().train.epochs
     named = chosen(["model.name=gauvit_tiny_patch16_224"])
     assert named.given("model.args") == {"patch_size": 8}  # its own sizes otherwise
-    of_files = settings(["data.image_size=null"])
-    assert (of_files.data.image_size, of_files.model.args["patch_size"]) == (None, 16)
-    assert of_files.augment.crop_padding == 28
+    settings = proposed(["data.image_size=null"])
+    assert (settings.data.image_size, settings.model.args["patch_size"]) == (None, 16)
+    assert settings.augment.crop_padding == 28
 
 
 def test_a_line_for_each_choice_names_the_setting():
     choices = chosen(["data.batch_size=7", "train.optim.lr=0.01"])
-    known = config.flatten(config.parse(choices.tree, "test"))
+    known = flatten(parse(choices.tree, "test"))
     every, plain = choices.lines(), choices.lines(plain=True)
     for lines in (every, plain):
         keys = [line.split("=")[0] for line in lines]
@@ -124,15 +124,15 @@ def test_a_line_for_each_choice_names_the_setting():
             ["data.batch_size=7", "as you set it"],
             ["train.optim.lr=0.01", "as you set it"],
         ]
-    of_teacher = ("phase_a.teacher=local ", "phase_b.gamma=0.25 ", "phase_b.epochs=")
+    teacher_lines = ("phase_a.teacher=local ", "phase_b.gamma=0.25 ", "phase_b.epochs=")
     for start in (
-        *of_teacher,
+        *teacher_lines,
         "model.args.depth=",
         "model.attention=standard ",
         "model.stem=conv ",
     ):
         assert any(line.startswith(start) for line in every)
-        assert any(line.startswith(start) for line in plain) == (start not in of_teacher)
+        assert any(line.startswith(start) for line in plain) == (start not in teacher_lines)
 
 
 @pytest.mark.parametrize(
@@ -150,27 +150,27 @@ def test_a_line_for_each_choice_names_the_setting():
     ],
 )
 def test_maps_are_those_of_views_that_shifts_move(given, views):
-    of_run = settings(["phase_a.teacher=vit", *given])
-    assert of_run.export.views == views
-    assert views != 10 or of_run.phase_b.gamma_epochs == 10
+    settings = proposed(["phase_a.teacher=vit", *given])
+    assert settings.export.views == views
+    assert views != 10 or settings.phase_b.gamma_epochs == 10
 
 
 def test_a_trained_teacher_leaves_the_student_all_epochs():
-    of_run = settings(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
-    assert of_run.phase_a.teacher_args == {}  # it sees images of its own size
-    assert not of_run.phase_b.alpha
-    assert of_run.baseline_epochs == of_run.student_training.epochs
-    trained_here = settings(["phase_a.teacher=vit"]).student_training.epochs
-    assert of_run.student_training.epochs > trained_here
+    settings = proposed(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
+    assert settings.phase_a.teacher_args == {}  # it sees images of its own size
+    assert not settings.phase_b.alpha
+    assert settings.baseline_epochs == settings.student_training.epochs
+    trained_here = proposed(["phase_a.teacher=vit"]).student_training.epochs
+    assert settings.student_training.epochs > trained_here
 
 
 def test_a_teacher_that_costs_nothing_fits_the_heads_and_leaves_the_student_all_epochs():
-    of_run = settings()
-    assert of_run.phase_a.is_local
-    assert len(of_run.phase_a.local.std) == of_run.model.args["num_heads"] == 2
-    epochs = of_run.student_training.epochs
-    assert epochs == of_run.baseline_training.epochs
-    assert epochs > settings(["phase_a.teacher=vit"]).student_training.epochs
+    settings = proposed()
+    assert settings.phase_a.is_local
+    assert len(settings.phase_a.local.std) == settings.model.args["num_heads"] == 2
+    epochs = settings.student_training.epochs
+    assert epochs == settings.baseline_training.epochs
+    assert epochs > proposed(["phase_a.teacher=vit"]).student_training.epochs
 
 
 def test_patches_of_a_convolutional_stem_are_powers_of_two():
@@ -189,17 +189,17 @@ def test_patches_of_a_convolutional_stem_are_powers_of_two():
     ],
 )
 def test_the_stem_is_convolutional_where_the_patches_allow_it(given, stem):
-    of_run = settings(given)
-    assert of_run.model.stem == stem
-    assert of_run.train.optim.warmup_epochs == 4
+    settings = proposed(given)
+    assert settings.model.stem == stem
+    assert settings.train.optim.warmup_epochs == 4
 
 
 def test_few_images_are_changed_by_randaugment():
-    few = settings(images=700).augment.randaugment
+    few = proposed(images=700).augment.randaugment
     assert (few.ops, few.magnitude) == (1, 6)
-    assert settings(images=3000).augment.randaugment is None
-    assert settings(["augment.randaugment=null"], images=700).augment.randaugment is None
-    maps_of_images = settings(["phase_a.teacher=vit"], images=700)
+    assert proposed(images=3000).augment.randaugment is None
+    assert proposed(["augment.randaugment=null"], images=700).augment.randaugment is None
+    maps_of_images = proposed(["phase_a.teacher=vit"], images=700)
     assert maps_of_images.augment.randaugment is None
 
 
@@ -221,36 +221,36 @@ def test_facts_are_those_of_the_training_images(tmp_path):
     photos(tmp_path / "test", count=3)
     giant = Image.new("L", (3000, 2000))
     giant.save(tmp_path / "train" / "cat" / "giant.png")
-    of_folder = facts_of(DataSettings(name="folder", root=tmp_path))
-    assert of_folder.counts == {"cat": 13, "dog": 12}
-    assert (of_folder.width, of_folder.height) == (40, 30)
-    assert (of_folder.val, of_folder.test) == (4, 6)
+    folder_facts = facts_of(DataSettings(name="folder", root=tmp_path))
+    assert folder_facts.counts == {"cat": 13, "dog": 12}
+    assert (folder_facts.width, folder_facts.height) == (40, 30)
+    assert (folder_facts.val, folder_facts.test) == (4, 6)
 
 
-def load(root, **more):
+def load_photos(root, **more):
     return load_data(DataSettings(name="folder", root=root, image_size=8, **more))
 
 
 def test_validation_images_of_their_own(tmp_path):
     photos(tmp_path / "train")
     photos(tmp_path / "val", count=2)
-    data = load(tmp_path)
+    data = load_photos(tmp_path)
     assert (len(data.train), len(data.val), data.test) == (24, 4, None)
     assert "of 2 classes, 4 validation images, no test images," in str(
         facts_of(DataSettings(name="folder", root=tmp_path))
     )
     assert data.val.source.root == tmp_path / "val"
     assert data.val.labels.tolist() == [0, 0, 1, 1]
-    assert len(load(tmp_path, train_images=10).val) == 4
+    assert len(load_photos(tmp_path, train_images=10).val) == 4
     shutil.copy(tmp_path / "val" / "cat" / "1.png", tmp_path / "val" / "cat" / "0.png")
-    other = load(tmp_path)
+    other = load_photos(tmp_path)
     assert other.sha256 == data.sha256 and other.both_sha256 != data.both_sha256
     photos(tmp_path / "test", count=3)
-    data = load(tmp_path)
+    data = load_photos(tmp_path)
     assert (len(data.train), len(data.val), len(data.test)) == (24, 4, 6)
     shutil.rmtree(tmp_path / "val")
     shutil.rmtree(tmp_path / "test" / "cat")
-    data = load(tmp_path)
+    data = load_photos(tmp_path)
     assert set(data.test.labels) == {1}  # the dogs alone are still class 1
     assert (len(data.train), len(data.val), len(data.test)) == (21, 3, 3)
     assert "of 2 classes, 3 test images," in str(
@@ -259,9 +259,9 @@ def test_validation_images_of_their_own(tmp_path):
 
 
 def test_class_folders_without_a_folder_for_training(tmp_path):
-    inside = load(photos(tmp_path / "photos" / "train").parent)
+    inside = load_photos(photos(tmp_path / "photos" / "train").parent)
     shutil.copytree(tmp_path / "photos" / "train", tmp_path / "flat")
-    flat = load(tmp_path / "flat")
+    flat = load_photos(tmp_path / "flat")
     assert flat.test is None
     assert flat.sha256 == inside.sha256
 
@@ -390,6 +390,6 @@ def test_accuracies_far_apart_are_explained(capsys, tmp_path, monkeypatch, train
         ("digits", "settings augment"),
     ):
         root = f"data.root={tmp_path / 'photos'}"
-        say_if_overfitted(metrics, config.load("digits", [f"data.name={name}", root]))
+        say_if_overfitted(metrics, load("digits", [f"data.name={name}", root]))
         err = capsys.readouterr().err
         assert ("lie far apart" in err) is (f"gaupipe {follows}" in err) is said

@@ -62,13 +62,13 @@ def pixels(split):
     return split.source.__getitems__(split.positions.tolist())[0]
 
 
-def same(data, of_folder):
+def same(data, folder_data):
     """The same images, ids, labels and digests."""
-    for name, split in of_folder.splits.items():
+    for name, split in folder_data.splits.items():
         assert torch.equal(pixels(data.splits[name]), pixels(split))
         assert np.array_equal(data.splits[name].labels, split.labels)
-    assert data.class_names == of_folder.class_names
-    assert (data.sha256, data.val_sha256) == (of_folder.sha256, of_folder.val_sha256)
+    assert data.class_names == folder_data.class_names
+    assert (data.sha256, data.val_sha256) == (folder_data.sha256, folder_data.val_sha256)
     return True
 
 
@@ -155,9 +155,9 @@ def test_webdataset_archives_through_datasets(folder, tmp_path):
     files = sorted((folder / "train").rglob("*.png"))
     samples = [(f"{i:05}", f, str(int(f.parent.name == "dog"))) for i, f in enumerate(files)]
     webdataset(tmp_path / "wds" / "train-0.tar", samples)
-    data, of_folder = load(tmp_path, "hfds/wds"), load(folder / "train")
-    assert torch.equal(pixels(data.train), pixels(of_folder.train))
-    assert np.array_equal(data.train.labels, of_folder.train.labels)
+    data, folder_data = load(tmp_path, "hfds/wds"), load(folder / "train")
+    assert torch.equal(pixels(data.train), pixels(folder_data.train))
+    assert np.array_equal(data.train.labels, folder_data.train.labels)
 
 
 def test_images_without_names_and_a_part_without_labels(folder, tmp_path, capsys):

@@ -25,7 +25,7 @@ from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import forward_with_maps
 from gaupipe.settings import OptimSettings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
 from gaupipe.training.job import Training
 from gaupipe.training.optimizer import build_optimizer
@@ -50,7 +50,7 @@ TEACHER = [
 
 
 def make(run_dir: Path, *overrides: str, kind: str = "gaussian") -> Path:
-    phase_a.run(config.load("digits_expected", [*TEACHER, *overrides]), run_dir)
+    phase_a.run(load("digits_expected", [*TEACHER, *overrides]), run_dir)
     export.run(run_dir, kind)
     return run_dir
 
@@ -65,7 +65,7 @@ def changed(run_dir: Path, *overrides: str):
     """The same run with other settings of phase B, for a while."""
     path = run_dir / "config.yaml"
     before = path.read_text()
-    path.write_text(config.dump(config.load(path, list(overrides))))
+    path.write_text(dump(load(path, list(overrides))))
     try:
         yield run_dir
     finally:
@@ -93,11 +93,11 @@ def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
     rows = []
     for on in ("false", "true"):
         changes = [f"grad_checkpointing={on}", "train.epochs=2", "phase_b.gamma=1"]
-        settings = config.load(run_dir / "config.yaml", changes)
+        settings = load(run_dir / "config.yaml", changes)
         for teacher in (RunDirectory(run_dir), None):
             folder = tmp_path / on / str(teacher is None)
             rows.append(phase_b.train_student(settings, folder, teacher=teacher))
-    losses = [[(row["train_loss"], row["val_loss"]) for row in of_run] for of_run in rows]
+    losses = [[(row["train_loss"], row["val_loss"]) for row in run_rows] for run_rows in rows]
     assert losses[0] == losses[2] != losses[1] == losses[3]
 
 
@@ -106,7 +106,7 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     run_dir, tmp_path, monkeypatch, distilled
 ):
     changes = ["train.patch_drop_rate=0.7", "phase_b.gamma_schedule=stop_after"]
-    settings = config.load(run_dir / "config.yaml", [*changes, "phase_b.gamma_epochs=1"])
+    settings = load(run_dir / "config.yaml", [*changes, "phase_b.gamma_epochs=1"])
     trained: list[set[int]] = []  # of each epoch the numbers of tokens that FFNs get
     scored: set[int] = set()
     forward, drop_patches = Mlp.forward, Training.drop_patches
@@ -136,7 +136,7 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
 )
 def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes, drops):
     changes = [*changes, "train.patch_drop_rate=0.5", "train.epochs=4"]
-    settings = config.load(run_dir / "config.yaml", changes)
+    settings = load(run_dir / "config.yaml", changes)
     phase_b.train_student(settings, tmp_path / "run/student", teacher=RunDirectory(run_dir))
     said = "patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
     assert said != drops
@@ -163,14 +163,14 @@ def test_programs_of_torch_export_are_the_students_without_gaupipe(run_dir, tmp_
         assert path == tmp_path / key and difference < 1e-4
     images = [torch.randn(count, 1, 8, 8) for count in (1, 7)]
     torch.save(images, tmp_path / "images")
-    load = f"""
+    code = f"""
 import sys, torch
 for key in {list(STUDENTS)}:
     program = torch.export.load(key).module()
     torch.save([program(batch) for batch in torch.load("images")], f"{{key}}.logits")
 assert "gaupipe" not in sys.modules and "timm" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", load], check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     for key in STUDENTS:
         student = evaluate.load_student(run_dir, key).model
         for logits, batch in zip(torch.load(tmp_path / f"{key}.logits"), images, strict=True):
@@ -318,7 +318,7 @@ def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     ],
 )
 def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path):
-    settings = config.load(
+    settings = load(
         run_dir / "config.yaml",
         [
             f"model.student_args={{{tokens}}}",

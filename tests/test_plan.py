@@ -162,8 +162,8 @@ def test_plan_counts_the_digits_and_leaves_nothing_behind(tmp_path, in_process):
     assert not list(tmp_path.iterdir())
     stages, total = plan["stages"], plan["total"]
     assert [*stages] == ["phase_a", "export", "phase_b", "plain"]
-    for name, of_all in (("disk_bytes", sum), ("memory_bytes", max)):
-        assert total[name] == pytest.approx(of_all(stage[name] for stage in stages.values()))
+    for name, combine in (("disk_bytes", sum), ("memory_bytes", max)):
+        assert total[name] == pytest.approx(combine(stage[name] for stage in stages.values()))
 
 
 def test_plan_has_a_line_for_each_training_of_a_run(tmp_path, in_process):

@@ -6,7 +6,7 @@ import torch
 
 import store
 from gaupipe.models import save_student
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system import device as devices
 from gaupipe.system.device import choose_precision
 from pictures import photos
@@ -39,14 +39,14 @@ def test_a_run_goes_on_as_it_began(bfloat16, tmp_path, in_process, monkeypatch):
     run = tmp_path / "run"
     command = ["train", *WIDE, *SHORT, "--run-dir", run, "--student", "standard"]
     assert in_process(*command)[0] == 0
-    assert config.load(run / "config.yaml").precision == "bfloat16"
-    assert config.load(run / "plain" / "standard" / "config.yaml").precision == "bfloat16"
+    assert load(run / "config.yaml").precision == "bfloat16"
+    assert load(run / "plain" / "standard" / "config.yaml").precision == "bfloat16"
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # it moves to another machine
     code, _, err = in_process(*command, "--resume")
     assert code == 0, err
     code, _, err = in_process("train", *WIDE, *SHORT, "--run-dir", run, "--student", "belief")
     assert code == 0, err
-    assert config.load(run / "plain" / "belief" / "config.yaml").precision == "bfloat16"
+    assert load(run / "plain" / "belief" / "config.yaml").precision == "bfloat16"
 
 
 def test_a_wide_teacher_exports_in_bfloat16_and_its_store_says_so(

@@ -24,11 +24,11 @@ def test_predictions_out_of_fold_never_saw_their_image():
     features = draw.normal(size=(200, 1200))
     labels = draw.permutation(np.arange(200) % CLASSES)
     probe = fitted(features, labels, features, labels, CLASSES, seed=0)
-    of_images, ids = torch.from_numpy(features).float(), torch.arange(200)
-    assert (probe.logits(of_images).argmax(-1).numpy() == labels).mean() > 0.95
-    out_of_fold = probe.logits_out_of_fold(of_images, ids).argmax(-1).numpy()
+    image_features, ids = torch.from_numpy(features).float(), torch.arange(200)
+    assert (probe.logits(image_features).argmax(-1).numpy() == labels).mean() > 0.95
+    out_of_fold = probe.logits_out_of_fold(image_features, ids).argmax(-1).numpy()
     assert abs((out_of_fold == labels).mean() - 1 / CLASSES) < 0.1
-    in_fold = probe.logits_out_of_fold(of_images, ids.roll(1)).argmax(-1).numpy()
+    in_fold = probe.logits_out_of_fold(image_features, ids.roll(1)).argmax(-1).numpy()
     assert (in_fold == labels).mean() > 0.7  # the ids say which regression is asked
 
 

@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 import store
 from gaupipe import __version__
 from gaupipe.data import splits
-from gaupipe.settings import load as config
+from gaupipe.settings.load import dump, flatten, load
 from gaupipe.vit.saving import load_folder, save_student, saved_sha256
 from stages import evaluate, export, phase_b, predict
 from stages.publish.export_student import to_onnx
@@ -29,9 +29,9 @@ def publish(run: Path, in_process, *arguments) -> tuple[int, str, str]:
 
 
 def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_process):
-    settings = config.load(run / "config.yaml", [f"data.root={tmp_path / 'private'}"])
+    settings = load(run / "config.yaml", [f"data.root={tmp_path / 'private'}"])
     for file in (run / "config.yaml", run / "phase_b" / "standard" / "config.yaml"):
-        file.write_text(config.dump(settings))  # digits read no folder
+        file.write_text(dump(settings))  # digits read no folder
     out = tmp_path / "out"
     code, stdout, _ = publish(run, in_process, "--out", out)
     assert (code, stdout) == (0, f"{out}\n")
@@ -40,8 +40,8 @@ def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_proce
     for path in out.iterdir():
         assert str(tmp_path).encode() not in path.read_bytes(), path
     store = {"export.kind": "gaussian", "export.encoding": "float16", "data.root": "private"}
-    published = config.flatten(config.load(out / "settings.yaml"))
-    assert published == config.flatten(settings) | store
+    published = flatten(load(out / "settings.yaml"))
+    assert published == flatten(settings) | store
 
     model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     student = evaluate.load_student(run, "standard").model
@@ -91,7 +91,7 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
     for said in ("teacher: `local-dir:student`\n", "stored attention: dense, float16", "seed 7"):
         assert said in card, card
     assert "phase A; epochs" not in card and str(tmp_path) not in card
-    settings = config.load(out / "settings.yaml")
+    settings = load(out / "settings.yaml")
     assert (settings.model.attention, settings.seed, settings.export.kind) == ("xsa", 7, "dense")
     shutil.copytree(tmp_path / "vit" / "student", out / "student")  # the path to be adapted
     for line in card.split("```sh\n")[1].split("```")[0].splitlines():
@@ -102,7 +102,7 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
 def test_paths_of_this_machine_are_in_no_setting():
     args = "{pretrained_cfg_overlay: {file: /home/someone/weights.bin, mean: [0.5, a/b]}}"
     sets = "phase_a.teacher=local-dir:/x/vit", f"phase_a.teacher_args={args}", "data.root=/x/y"
-    settings = without_folders(config.load("digits_expected", [*sets, "data.name=folder"]))
+    settings = without_folders(load("digits_expected", [*sets, "data.name=folder"]))
     assert settings.phase_a.teacher == "local-dir:vit" and settings.data.root == Path("y")
     overlay = {"file": "weights.bin", "mean": [0.5, "a/b"]}
     assert settings.phase_a.teacher_args == {"pretrained_cfg_overlay": overlay}
@@ -127,16 +127,16 @@ def test_class_names_reach_those_who_load_the_model_and_are_no_markup_in_the_car
         os.fsdecode(b"caf\xe9"),  # a folder's name that is not UTF-8
         *("digit-7", "digit-8", "digit-9"),
     ]
-    load = splits.load_data
+    load_data = splits.load_data
 
     def load_named(*settings):
-        data = load(*settings)
+        data = load_data(*settings)
         data.train.source.class_names = tuple(names)
         return data
 
     monkeypatch.setattr(splits, "load_data", load_named)
     student = RunDirectory(run).student("standard") / "student"
-    described = load_named(config.load("digits_expected").data, False).data_config
+    described = load_named(load("digits_expected").data, False).data_config
     save_student(load_folder(student, ""), student, **described)
     entry = json.loads((student.parent / "student.json").read_text())
     entry["sha256"] = saved_sha256(student)

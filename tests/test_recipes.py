@@ -12,7 +12,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load, read_yaml, shipped
 from gaupipe.training.job import training_state
 from gaupipe.training.student import build_student
 from gaupipe.training.update import Update
@@ -39,10 +39,10 @@ def data_of(name: str, settings: Settings) -> ImageData:
     return dataclasses.replace(data, channels=channels, mean=statistics, std=statistics)
 
 
-@pytest.mark.parametrize("name", config.shipped())
+@pytest.mark.parametrize("name", shipped())
 def test_a_step_of_every_shipped_configuration(name):
     """Trained on the labels alone, on two images."""
-    settings = config.load(name, ["data.batch_size=2", "threads=1", "precision=float32"])
+    settings = load(name, ["data.batch_size=2", "threads=1", "precision=float32"])
     data = data_of(name, settings)
     job = phase_b.build(resolve(Row(name="", plain=True), settings), data, None)
     student, losses = job.student, job.losses().train()
@@ -62,13 +62,13 @@ def test_a_step_of_every_shipped_configuration(name):
 
 def resolved(base: Settings, sweep: str) -> list[tuple[Row, Settings]]:
     """Every row of a sweep over a configuration."""
-    rows = sweep_rows(config.read_yaml(sweep, "sweeps"), sweep, default_rows(base, ["standard"]))
+    rows = sweep_rows(read_yaml(sweep, "sweeps"), sweep, default_rows(base, ["standard"]))
     return [(row, resolve(row, base)) for row in rows]
 
 
 def counts(name: str, sweep: str) -> dict[str, int]:
     """Parameters of every row of a sweep over a configuration."""
-    base = config.load(name)
+    base = load(name)
     data = data_of(name, base)
     return {
         row.name: count_parameters(build_student(settings, data, settings.train, "meta"))
@@ -100,11 +100,11 @@ def test_small_recipes_have_equal_parameters_too(name):
 def test_the_experiments_are_the_papers():
     """*Belief2, section 4.3*, and *AttentionX, section 4.1*; gamma 1 and a masked diagonal are the
     defaults of its class."""
-    settings = config.load("belief2_cifar100")
+    settings = load("belief2_cifar100")
     args, train = settings.model.args, settings.train
     assert (args["embed_dim"], args["depth"], args["num_heads"]) == (192, 9, 12)
     assert (train.epochs, train.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
-    settings = config.load("attentionx_vit_small")
+    settings = load("attentionx_vit_small")
     assert (settings.train.optim.lr, settings.train.optim.args) == (1e-4, {})
     data = data_of("attentionx_vit_small", settings)
     model = build_student(settings, data, settings.train, "meta")
@@ -121,10 +121,10 @@ SMALL = ["data.name=digits", "data.train_images=null", "model.name=gauvit_pico_p
 
 
 # "given" needs the weights of a teacher: test_given_teacher trains its kinds of rows
-@pytest.mark.parametrize("sweep", sorted(set(config.shipped("sweeps")) - {"given"}))
+@pytest.mark.parametrize("sweep", sorted(set(shipped("sweeps")) - {"given"}))
 def test_every_shipped_sweep_can_be_run_and_is_as_many_runs_as_cells(sweep):
     """With the digits' 16 tokens, for eight keys."""
-    base = config.load(MEANT_FOR.get(sweep, "fashion_mnist"), [*SMALL, "model.args={}"])
+    base = load(MEANT_FOR.get(sweep, "fashion_mnist"), [*SMALL, "model.args={}"])
     rows, data = resolved(base, sweep), load_data(base.data)
     assert (sweep in PLAIN) == all(row.plain for row, _ in rows)
     runs = {digest(settings, row.plain) for row, settings in rows}

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from arguments import tiny
-from gaupipe.settings import load as config
+from gaupipe.settings import Settings
+from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from killing import exit_code, until_it_ends
 from runs import results
@@ -28,7 +29,7 @@ CASES = {
 }
 
 
-def work(run_dir: Path, settings: config.Settings) -> None:
+def work(run_dir: Path, settings: Settings) -> None:
     """Runs, or continues."""
     from stages import run
 
@@ -38,7 +39,7 @@ def work(run_dir: Path, settings: config.Settings) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
-    settings = config.load("digits_expected", [*TINY, *CASES[case]])
+    settings = load("digits_expected", [*TINY, *CASES[case]])
     assert exit_code(work, tmp_path / "unbroken", settings) == 0
     killed = tmp_path / "killed"
     until_it_ends(lambda kill: exit_code(work, killed, settings, kill=kill), killed, case)
@@ -58,7 +59,7 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
     from stages import phase_a
 
-    settings = config.load(
+    settings = load(
         "digits",
         [
             *TINY,

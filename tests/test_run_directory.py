@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from arguments import sets, tiny
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from killing import FORKS
 from stages import export, phase_a, phase_b
@@ -26,7 +26,7 @@ SETS = sets(*TINY)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    phase_a.run(config.load("digits", TINY), folder / "run")
+    phase_a.run(load("digits", TINY), folder / "run")
     export.run(folder / "run")
     return folder / "run"
 
@@ -71,9 +71,9 @@ def test_two_students_with_one_attention_live_side_by_side(made, in_process):
     code, out, _ = in_process(*train, *changes, "--name", "gamma03")
     assert (code, out.strip()) == (0, str(made / "phase_b/gamma03/student"))
     assert before == [path.read_bytes() for path in files]
-    settings = config.load(made / "phase_b/gamma03/config.yaml")
+    settings = load(made / "phase_b/gamma03/config.yaml")
     assert (settings.phase_b.gamma, settings.seed, settings.model.attention) == (0.3, 5, "belief2")
-    assert config.load(made / "config.yaml").phase_b.gamma == 0.1
+    assert load(made / "config.yaml").phase_b.gamma == 0.1
     for command in (["evaluate"], ["inspect", "--image", 5, "--query", 2]):
         code, out, _ = in_process(*command, "--run-dir", made, "--student", "gamma03", "--json")
         assert code == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from stages import export, phase_a, phase_b
 
 OLD = json.loads((Path(__file__).parent / "old" / "metrics.json").read_text())
@@ -32,11 +32,11 @@ def first_weight() -> float:
 def test_a_run_gives_the_metrics_it_has_always_given(tmp_path, name):
     old = dict(OLD[name])
     settings = [*old.pop("settings"), "baseline.epochs=2"]  # of the version that wrote it
-    phase_a.run(config.load("digits_expected", settings), tmp_path)
+    phase_a.run(load("digits_expected", settings), tmp_path)
     export.run(tmp_path)
-    of_students = old.pop("of_students", [])
+    student_overrides = old.pop("of_students", [])
     for distilled in (True, False):
-        phase_b.run(tmp_path, overrides=of_students, distilled=distilled)
+        phase_b.run(tmp_path, overrides=student_overrides, distilled=distilled)
     for part, entries in old.items():
         lines = (tmp_path / part / "metrics.jsonl").read_text().splitlines()
         assert len(lines) == len(entries)

@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gaupipe.settings import Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import flatten, load, parse, with_overrides
 from gaupipe.system.errors import UserError
 
-NAMES = sorted(config.flatten(config.load("digits_expected")))
+NAMES = sorted(flatten(load("digits_expected")))
 
 scalars = st.sampled_from(
     ["", "null", "true", "0", "-1", "1", "7", "1e-3", "1e999", ".nan", "-.inf", "0x10", "1_000"]
@@ -32,7 +32,7 @@ overrides = st.tuples(keys, values).map("=".join) | st.text(max_size=20)
 def test_any_override_makes_settings_or_is_refused_in_one_line(given_overrides):
     made = refusal = None
     try:
-        made = config.load("digits_expected", given_overrides)
+        made = load("digits_expected", given_overrides)
     except UserError as error:
         refusal = str(error)
     if made is None:
@@ -41,5 +41,5 @@ def test_any_override_makes_settings_or_is_refused_in_one_line(given_overrides):
         assert "\n" not in refusal
         return
     assert isinstance(made, Settings)
-    again = config.parse(config.with_overrides(made.model_dump(mode="json"), []), "again")
-    assert config.flatten(again) == config.flatten(made)
+    again = parse(with_overrides(made.model_dump(mode="json"), []), "again")
+    assert flatten(again) == flatten(made)

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+import yaml
 from pydantic import AfterValidator, TypeAdapter
 
-from gaupipe.settings import load as config
-from gaupipe.settings import page, scope
+from gaupipe.settings import Settings, page, scope
+from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Count, Fraction, Rate, Scope
 
 
@@ -22,10 +23,10 @@ def table() -> dict[str, list[str]]:
 def test_every_setting_is_on_the_page_with_its_default():
     described = table()
     shared = {"phase_a.optim.": "train.optim."}
-    for key, value in config.flatten(config.Settings()).items():
+    for key, value in flatten(Settings()).items():
         for section, same in shared.items():
             key = key.replace(section, same)
-        default = config.yaml.safe_load(described[key][1].strip("`"))
+        default = yaml.safe_load(described[key][1].strip("`"))
         assert default == value or float(default) == value, key
 
 
@@ -35,7 +36,7 @@ def test_the_page_says_who_may_change_a_setting():
     text = text.split("### Who may change")[1].split("### All")[0]
     for words, kind in (("**the student**", Scope.STUDENT), ("**any time**", Scope.ANYTIME)):
         said = re.findall(r"`([a-z_.]+)`", text.split(words)[1].split(";\n* ")[0])
-        for name in config.flatten(config.Settings()):
+        for name in flatten(Settings()):
             if scope(name) is kind and not name.startswith(("model.", "data.batch")):
                 assert name in said or name.split(".")[0] in said, name
         for name in said:
@@ -67,10 +68,10 @@ def test_the_command_prints_every_setting_a_section_or_a_configuration(in_proces
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = in_process("settings")
     names = [line.split(" = ")[0] for line in out.splitlines() if " = " in line and line[0] != " "]
-    assert code == 0 and {*config.flatten(config.Settings())} <= {*names}
+    assert code == 0 and {*flatten(Settings())} <= {*names}
     assert max(map(len, out.splitlines())) <= 80 and not {"`", "]("} & {*out}
-    lr = config.Settings().train.optim.lr
+    lr = Settings().train.optim.lr
     _, out, _ = in_process("settings", "train.optim.lr")
     assert out.splitlines()[:2] == [f"train.optim.lr = {lr}", "    number above 0"]
     _, out, _ = in_process("settings", "digits")
-    assert out.startswith("#") and config.yaml.safe_load(out)["model"]["pos_embed_std"] == 0.5
+    assert out.startswith("#") and yaml.safe_load(out)["model"]["pos_embed_std"] == 0.5

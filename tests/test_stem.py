@@ -15,7 +15,7 @@ from gaupipe.distillation import vit_teacher
 from gaupipe.distillation.gaussian_teacher import build_teacher
 from gaupipe.distillation.warm_start import warm_start
 from gaupipe.settings import OptimSettings, Settings
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
@@ -116,7 +116,7 @@ def test_the_average_of_weights_has_an_average_of_the_statistics():
 
 
 def test_student_baseline_and_trained_teachers_have_the_stem():
-    settings = config.load("digits_expected", ["model.stem=conv"])
+    settings = load("digits_expected", ["model.stem=conv"])
     teacher = build_teacher(settings, DIGITS)
     for vit in (
         student_of(settings),
@@ -125,9 +125,7 @@ def test_student_baseline_and_trained_teachers_have_the_stem():
         teacher.vit,
     ):
         assert isinstance(vit.patch_embed, ConvPatchEmbed)
-    assert isinstance(
-        student_of(config.load("digits_expected")).patch_embed, timm.layers.PatchEmbed
-    )
+    assert isinstance(student_of(load("digits_expected")).patch_embed, timm.layers.PatchEmbed)
 
 
 def test_a_warm_start_copies_the_statistics_too():
@@ -181,10 +179,8 @@ def test_trained_weights_keep_their_stem(tmp_path):
     gaupipe.models.save_student(random_vit(in_chans=1).eval(), conv)
     gaupipe.models.save_student(timm.create_model(PICO, depth=1, in_chans=1).eval(), patch)
     for asked in ("patch", "conv"):
-        settings = config.load(
-            "digits_expected", [f"model={{name: 'local-dir:{conv}', stem: {asked}}}"]
-        )
+        settings = load("digits_expected", [f"model={{name: 'local-dir:{conv}', stem: {asked}}}"])
         assert isinstance(student_of(settings).patch_embed, ConvPatchEmbed)
-    settings = config.load("digits_expected", [f"model={{name: 'local-dir:{patch}', stem: conv}}"])
+    settings = load("digits_expected", [f"model={{name: 'local-dir:{patch}', stem: conv}}"])
     with pytest.raises(UserError, match="keeps the stem that its weights have"):
         student_of(settings)

@@ -57,10 +57,10 @@ def test_the_error_of_a_code(dtype):
     assert codes.min() == 1 and codes.max() == 255
     exact = weights.astype(np.float64)
     error = np.abs(numbers.decode(codes).astype(np.float64) - exact)
-    of_code, of_half = (2 * np.sqrt(exact) + D) * D, np.maximum(2**-11 * exact, 2**-25)
+    code_error, half_error = (2 * np.sqrt(exact) + D) * D, np.maximum(2**-11 * exact, 2**-25)
     rounding = 1e-7 * (1 + exact)  # the root is taken in float32
-    assert (error <= of_code + of_half + rounding).all()
-    assert (error > of_code + rounding).any()
+    assert (error <= code_error + half_error + rounding).all()
+    assert (error > code_error + rounding).any()
 
 
 @pytest.mark.parametrize("tokens, dtype", [(255, np.uint8), (256, np.uint16)])

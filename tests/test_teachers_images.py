@@ -20,8 +20,8 @@ from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import build
 from gaupipe.models import save_student
 from gaupipe.settings import DataSettings
-from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import load
 from gaupipe.teachers.vit import VitTeacher
 from pictures import photos
 from stages import export
@@ -76,7 +76,7 @@ def in_memory() -> ImageData:
 
 def job_of(data: ImageData) -> TeacherJob:
     teacher = VitTeacher(small(size=LARGE, patch_size=8), data, "vit")
-    return TeacherJob(config.load("digits"), data, CPU, teacher)
+    return TeacherJob(load("digits"), data, CPU, teacher)
 
 
 def pixels_of(batch, takes) -> torch.Tensor:
@@ -101,23 +101,23 @@ def test_one_view_is_the_same_at_two_sizes(drawn, where, request):
     height, width = SIDES if where == "in_files" else (SMALL, SMALL)
     side = min(height, width)
     corner = np.array([(width - side) / 2, (height - side) / 2])  # of the middle square
-    for size, (of_size, takes) in batches.items():
-        views = list(of_size.views(entries, Augment(augment, 3, SMALL), VIEWS))
+    for size, (sized_batches, takes) in batches.items():
+        views = list(sized_batches.views(entries, Augment(augment, 3, SMALL), VIEWS))
         pixels = torch.cat([pixels_of(batch, takes) for batch in views]).double().numpy()
         assert pixels.shape == (len(entries), 3, size, size)
         assert [int(entry) for batch in views for entry in batch.ids] == entries.tolist()
         border = (2 * np.arange(size) + 1) / size - 1
         for view, (offset, scale) in zip(pixels, geometry, strict=True):
-            of_square = [offset[axis] + scale[axis] * border for axis in (0, 1)]
+            in_square = [offset[axis] + scale[axis] * border for axis in (0, 1)]
             x, y = (
-                (corner[axis] + (of_square[axis] + 1) / 2 * side) / (width, height)[axis]
+                (corner[axis] + (in_square[axis] + 1) / 2 * side) / (width, height)[axis]
                 for axis in (0, 1)
             )
             inside = view[2] > 0.99
             off = np.stack([view[0] - x[None], view[1] - y[:, None]])[:, inside]
             most = 0.6 / SMALL  # of the image: shifts are rounded to pixels of the larger
             assert np.abs(off).max() < most and np.abs(off).mean() < most / 3
-            hidden = np.any([np.abs(part) > 1.1 for part in np.meshgrid(*of_square)], axis=0)
+            hidden = np.any([np.abs(part) > 1.1 for part in np.meshgrid(*in_square)], axis=0)
             if not full:
                 assert not view[2][hidden].any()
             assert inside.mean() > 0.4
@@ -129,8 +129,8 @@ def places(data, augment, entries, full) -> list[tuple[np.ndarray, np.ndarray]]:
     ids, views = entries // VIEWS, entries % VIEWS
     crops, places = torch.zeros(len(ids), 3, SMALL, SMALL, dtype=torch.uint8), None
     if full:
-        of_files = [data.train.source.pixels(0)] * len(ids)
-        crops, places = drawer.crops(of_files, ids, views, SMALL)
+        files = [data.train.source.pixels(0)] * len(ids)
+        crops, places = drawer.crops(files, ids, views, SMALL)
     _, geometry = drawer(crops, torch.from_numpy(ids), views, places)
     parts = geometry.offset.double().numpy(), geometry.scale.double().numpy()
     return list(zip(*parts, strict=True))
@@ -195,7 +195,7 @@ def test_batches_are_small_where_maps_are_large():
     source = ArrayImages(np.zeros((20, 3, 8, 8), np.uint8), np.zeros(20))
     split = Split(source, np.arange(20))
     images = ImageData("x", split, split, 5, 3, 8, mean=(0.5,) * 3, std=(0.5,) * 3)
-    batches = TeacherJob(config.load("digits"), images, CPU, teacher).batches(split)
+    batches = TeacherJob(load("digits"), images, CPU, teacher).batches(split)
     assert batches.batch_size == 10**8 // numbers < 20
 
 
@@ -207,7 +207,7 @@ def test_a_run_takes_a_teacher_of_another_size_and_stores_what_its_student_compa
     photos(tmp_path / "photos", size=(40, 30))
     vit = small(size=LARGE, patch_size=8, depth=5, num_classes=2)
     save_student(vit, tmp_path / "vit", mean=(0.2,) * 3, std=(0.3,) * 3)
-    settings = config.load(
+    settings = load(
         "digits",
         [
             "data={name: folder, image_size: 16, batch_size: 8}",

@@ -10,7 +10,7 @@ NOTEBOOK = Path(__file__).parent.parent / "examples" / "tour.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 SMALL = """
 run, epochs = Path("tour"), 1
-settings = config.load("digits_expected", [
+settings = load("digits_expected", [
     "threads=1", "data.train_images=512", "phase_a.max_epochs=1", "train.epochs=1",
     "phase_b.gamma_epochs=1", "model.args={depth: 4, embed_dim: 16, num_heads: 4}",
 ])

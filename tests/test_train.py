@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import gaupipe.vit.models  # noqa: F401  (timm learns the attentions)
 from arguments import sets, tiny
-from gaupipe.settings import load as config
+from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
 from pictures import photos
 from runs import metrics
@@ -29,7 +29,7 @@ def trained(tmp_path_factory) -> Path:
     """A run with two students."""
     folder = tmp_path_factory.mktemp("train") / "run"
     for attention in ("standard", "belief2"):
-        train.run(config.load("digits", TINY), folder, attention)
+        train.run(load("digits", TINY), folder, attention)
     return folder
 
 
@@ -60,11 +60,11 @@ def test_the_options_of_a_training_are_settings(tmp_path, in_process):
     assert len(metrics(tmp_path / "train/plain/standard/metrics.jsonl")) == 1
     teacher = RunDirectory(tmp_path / "phase-a").settings()
     assert (teacher.phase_a.max_epochs, teacher.phase_a.optim.lr) == (1, 0.01)
-    assert teacher.train == config.load("digits").train
+    assert teacher.train == load("digits").train
 
 
 def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
-    settings = config.load("digits", [*TINY, "baseline.epochs=3"])
+    settings = load("digits", [*TINY, "baseline.epochs=3"])
     run.run(settings, tmp_path / "run")
     options = {"students": ["standard"], "seeds": [0], "only": ["plain ViT"]}
     (row,) = compare.run(settings, tmp_path / "compare", **options)["rows"]
@@ -128,7 +128,7 @@ def test_other_students_and_a_teacher_may_come_later(trained, tmp_path, in_proce
     assert in_process("phase-b", "--run-dir", run_dir, *other)[0] == 0
     _, out, _ = in_process("evaluate", "--run-dir", run_dir, "--json")
     assert json.loads(out)["student"] == "other"
-    phase_a.run(config.load("digits", TINY), run_dir)
+    phase_a.run(load("digits", TINY), run_dir)
     assert RunDirectory(run_dir).teacher_digest() is not None
 
 
@@ -151,20 +151,20 @@ def test_keywords_of_the_model_join_the_chosen_ones_on_resume_too(tmp_path):
     asked = (tmp_path / "photos", ["model.args={depth: 1}"], tmp_path / "run")
     first, _ = settings_for(*asked, plain=True)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(config.dump(first))
+    (tmp_path / "run" / "config.yaml").write_text(dump(first))
     again, _ = settings_for(*asked, plain=True)
     assert first.model.args["depth"] == 1 and "patch_size" in first.model.args
     assert again.model.args == first.model.args
 
 
 def test_a_finished_student_is_not_trained_again(trained):
-    settings = config.load("digits", TINY)
+    settings = load("digits", TINY)
     path = trained / "plain" / "standard" / "checkpoint" / "state.pt"
     before = path.stat().st_mtime_ns
     rows = train.run(settings, trained, "standard", resume=True)
     assert len(rows) == 3 and path.stat().st_mtime_ns == before
     with pytest.raises(UserError, match="is an attention|other settings"):
-        train.run(config.load("digits", [*TINY, "train.epochs=4"]), trained, resume=True)
+        train.run(load("digits", [*TINY, "train.epochs=4"]), trained, resume=True)
 
 
 def test_a_plan_says_what_a_training_takes(trained, in_process, tmp_path):
@@ -205,5 +205,5 @@ def test_an_attention_may_be_named_as_papers_spell_it(tmp_path, in_process):
     command = ["train", "digits", "--student", "Belief2", "--run-dir", tmp_path / "run"]
     code, out, err = in_process(*command, *sets(*TINY, "baseline.epochs=1"))
     assert code == 0 and out.strip() == str(tmp_path / "run/plain/belief2/student"), err
-    named = config.load("digits", ["model.attention=AttentionX"])
-    assert named == config.load("digits", ["model.attention=attentionx"])
+    named = load("digits", ["model.attention=AttentionX"])
+    assert named == load("digits", ["model.attention=attentionx"])

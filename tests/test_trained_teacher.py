@@ -27,8 +27,8 @@ from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.warm_start import warm_start
 from gaupipe.maps.views import from_top_k, top_k
 from gaupipe.models import forward_with_maps, save_student
-from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
 from gaupipe.vit.slicing import slice_weights, spread_of_stream
 from pictures import photos
@@ -60,7 +60,7 @@ SETTINGS = [
 
 
 def settings_with(*overrides: str):
-    return config.load("digits_expected", [*SETTINGS, *overrides])
+    return load("digits_expected", [*SETTINGS, *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def run(trained, tmp_path):
 
 
 def with_settings(run: Path, *overrides: str) -> Path:
-    (run / "config.yaml").write_text(config.dump(settings_with(*overrides)))
+    (run / "config.yaml").write_text(dump(settings_with(*overrides)))
     return run
 
 
@@ -549,7 +549,7 @@ def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
     with torch.inference_mode():
         features = model(next(batches.in_order()).images).numpy()
         views = batches.views(np.arange(240), Augment(settings.augment, 0), 2)
-        of_views = model(next(views).images).numpy()
+        view_features = model(next(views).images).numpy()
     job = phase_a.load(RunDirectory(tmp_path / "next"), data)
     probe = job.probe  # as phase A stored it
     again = fit_probe(job)
@@ -560,7 +560,7 @@ def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
         inside = np.repeat(folds == fold, 2)
         model = LogisticRegression(C=probe.strength, max_iter=1000)
         model.fit(scaler.transform(features)[folds != fold], data.train.labels[folds != fold])
-        expected = model.predict_log_proba(scaler.transform(of_views)[inside])
+        expected = model.predict_log_proba(scaler.transform(view_features)[inside])
         np.testing.assert_allclose(stored["logits"][inside], expected, atol=0.03, rtol=0.01)
     assert against_teacher(str(tmp_path / "next" / "maps.zarr")) == []
 
@@ -624,7 +624,7 @@ def test_an_export_that_does_not_fit_is_refused(run, monkeypatch, what):
 
 
 def test_plan_counts_the_store_of_a_trained_teacher(tmp_path, in_process):
-    (tmp_path / "c.yaml").write_text(config.dump(settings_with("export.k=4")))
+    (tmp_path / "c.yaml").write_text(dump(settings_with("export.k=4")))
     code, out, err = in_process("plan", tmp_path / "c.yaml", "--json", cwd=tmp_path)
     assert code == 0, err
     planned = json.loads(out)

@@ -19,7 +19,7 @@ import store
 from arguments import tiny
 from gaupipe.distillation.kinds import MAP_KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.teachers.gaussian import Decoder
 from gaupipe.training.scores import predictions
 from stages.look import inspect
@@ -134,7 +134,7 @@ def test_rows_are_those_of_inspect(browser, tmp_path, name):
 def run(tmp_path_factory):
     """A run on the digits, with a teacher, its store and a student."""
     folder = tmp_path_factory.mktemp("browser") / "run"
-    run_all(config.load("digits_expected", SETTINGS), folder)
+    run_all(load("digits_expected", SETTINGS), folder)
     return folder
 
 
@@ -273,9 +273,9 @@ def test_a_student_beside_the_teacher(page, run):
     seen = inspect.attention(7, run_dir=run, student="standard", **chosen)
     same(json.loads(page.saved("#json")), seen)
     assert f"{seen['kl']:.4f} nats" in page.text("#facts")
-    of_head = inspect.attention(7, run_dir=run, student="standard", layer=1, head="0")["kl"]
+    head_kl = inspect.attention(7, run_dir=run, student="standard", layer=1, head="0")["kl"]
     label = page.page.get_attribute(".cell[data-layer='1'][data-head='0']", "aria-label")
-    assert label.endswith(f"KL {of_head:.3f} nats")
+    assert label.endswith(f"KL {head_kl:.3f} nats")
     page.press("m", "Escape")
     seen = inspect.attention(7, run_dir=run, student="standard", layer=1, query="mean")
     same(json.loads(page.saved("#json")), seen)
@@ -337,9 +337,7 @@ def test_a_run_without_a_store_shows_its_students(browser, run, tmp_path, scheme
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("maps.zarr"))
     viewer = open_viewer(None, tmp_path / "run")
     live = viewer.model("standard")
-    logits, labels = predictions(
-        live.model, live.data.val, live.data, config.load("digits_expected")
-    )
+    logits, labels = predictions(live.model, live.data.val, live.data, load("digits_expected"))
     wrong = np.flatnonzero(logits.argmax(-1) != labels)
     with serving(viewer) as address:
         page = Page(browser, address, color_scheme=scheme)

@@ -66,10 +66,10 @@ def inputs(pictures, name):
 
 def test_maps_are_those_of_eager_attention_on_the_prepared_image(viewer, pictures):
     header, maps = unpacked(viewer.image(1), "maps")
-    images, of_page = inputs(pictures, "b.png"), viewer.model("").model
-    np.testing.assert_allclose(maps[:, :2], torch.cat(eager_maps(of_page, images)), atol=1e-5)
+    images, page_model = inputs(pictures, "b.png"), viewer.model("").model
+    np.testing.assert_allclose(maps[:, :2], torch.cat(eager_maps(page_model, images)), atol=1e-5)
     assert header["extra"] == EXTRA and header["grid"] == [4, 4]
-    assert header["predicted"] == of_page(images).argmax().item() and header["label"] is None
+    assert header["predicted"] == page_model(images).argmax().item() and header["label"] is None
 
 
 @pytest.mark.parametrize("target", [0, 2])
@@ -145,8 +145,8 @@ def test_a_page_without_a_server_holds_the_maps(viewer, tmp_path):
     write_page(viewer, tmp_path / "page.html", [0, 1], "train", {"image": 0})
     text = (tmp_path / "page.html").read_text()
     embedded = json.loads(text.partition('id="embedded">')[2].partition("</script>")[0])
-    of_page = embedded["images"]["1"]["maps"][viewer.title][0]
-    assert base64.b64decode(of_page) == viewer.image(1)
+    page_image = embedded["images"]["1"]["maps"][viewer.title][0]
+    assert base64.b64decode(page_image) == viewer.image(1)
     assert embedded["images"]["0"]["pixels"][0]
 
 

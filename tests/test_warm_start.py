@@ -8,7 +8,7 @@ import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS
 from gaupipe.distillation.warm_start import start_from_teacher, warm_start
 from gaupipe.models import forward_with_maps
-from gaupipe.settings import load as config
+from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from gaupipe.vit.slicing import in_components, spread_of_stream
 from stages import run
@@ -214,5 +214,5 @@ def test_the_summary_calls_distilled_what_more_than_started_from_the_teacher(tmp
     epochs = ["phase_a.max_epochs=1", "train.epochs=1", "baseline.epochs=0", "threads=1"]
     start = ["phase_b.alpha=0", f"phase_b.gamma={gamma}", "phase_b.warm_start=teacher"]
     size = ["data.train_images=100", "model.args={depth: 2, embed_dim: 16, num_heads: 2}"]
-    table = run.run(config.load("digits_expected", [*epochs, *start, *size]), tmp_path / "run")
+    table = run.run(load("digits_expected", [*epochs, *start, *size]), tmp_path / "run")
     assert table[1].model == f"standard, {made}"

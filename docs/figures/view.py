@@ -91,14 +91,14 @@ def small(picture: Image.Image) -> Image.Image:
 
 
 def main(model: str, folder: Path) -> None:
-    if not (folder / "of_digits").exists():
+    if not (folder / "digits").exists():
         make_photos(folder / "photos")
-        gaupipe("run", "digits", "--run-dir", folder / "of_digits")
-    of_photos = "--model", model, "--images", folder / "photos"
+        gaupipe("run", "digits", "--run-dir", folder / "digits")
+    photos_options = "--model", model, "--images", folder / "photos"
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        pages = (of_photos, OF_PHOTOS), (("--run-dir", folder / "of_digits"), OF_DIGITS)
+        pages = (photos_options, OF_PHOTOS), (("--run-dir", folder / "digits"), OF_DIGITS)
         for arguments, shots in pages:
             with served(*arguments) as address:
                 for name, (size, state) in shots.items():

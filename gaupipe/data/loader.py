@@ -62,18 +62,20 @@ def requests(
     """The request for each batch of image ids. With crops of full-size images, and with crops for
     another size than they are drawn for, it asks for those that ``augment`` draws in these
     ``epochs``."""
-    if augment and (of_full_size(augment, split.source) or of_other_size(augment, split.source)):
+    if augment and (
+        draws_full_size(augment, split.source) or draws_other_size(augment, split.source)
+    ):
         drawn = zip(batches, epochs, strict=True)
         return [BatchRequest(split.positions[ids], ids, augment, epoch) for ids, epoch in drawn]
     return [BatchRequest(split.positions[ids], ids) for ids in batches]
 
 
-def of_full_size(augment: Augment, source: Source) -> bool:
+def draws_full_size(augment: Augment, source: Source) -> bool:
     """True where crops are drawn of image files at their full size."""
     return augment.settings.full_size and isinstance(source, FileImages)
 
 
-def of_other_size(augment: Augment, source: Source) -> bool:
+def draws_other_size(augment: Augment, source: Source) -> bool:
     """True where crops are drawn of squares of another size than the source's."""
     return augment.settings.resized_crop is not None and augment.size not in (None, source.size)
 
@@ -91,7 +93,7 @@ def fetch(source: Source, request: BatchRequest) -> Loaded:
             images = source.__getitems__(distinct.tolist())[0][torch.from_numpy(numbers)]
         return Loaded(images, labels, torch.from_numpy(ids))
     pixels = decoded_once(source, positions)
-    if of_full_size(augment, source):
+    if draws_full_size(augment, source):
         images, places = augment.crops(pixels, ids, epochs, source.size)
     else:
         how = source.size, source.interpolation

@@ -24,6 +24,7 @@ Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
+Size = Annotated[int, Field(gt=0, le=10_000)]
 
 HFDS = "hfds/"
 """Beginning of the name of a data set that Hugging Face's ``datasets`` reads."""
@@ -41,6 +42,27 @@ def with_whole_path(name: str) -> str:
 
 
 ModelName = Annotated[str, AfterValidator(with_whole_path)]
+
+
+def _keywords(args: dict[str, Any]) -> dict[str, Any]:
+    """YAML reads ``{a:1}`` as one key without a value, which timm would leave out silently."""
+    for name in args:
+        if not name.isidentifier():
+            hint = ": write {name: value}, with a space" if ":" in name else ""
+            raise ValueError(f"{name!r} is no keyword{hint}")
+    return args
+
+
+Keywords = Annotated[dict[str, Any], AfterValidator(_keywords)]
+
+
+def validated(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """The ``values`` as they are. Raises ValueError unless ``model`` takes them."""
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(problem(error, model)) from None
+    return values
 
 
 class Scope(Enum):

@@ -21,7 +21,7 @@ from gaupipe.teachers.vit import input_of, spread_of
 from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
 from gaupipe.vit.saving import WEIGHTS
-from gaupipe.vit.slicing import Sizes, slice_weights
+from gaupipe.vit.slicing import VitSizes, slice_weights
 
 
 def fine_tunes(name: str) -> bool:
@@ -107,10 +107,10 @@ def with_weights(
     return vit
 
 
-def sizes_of(vit: VisionTransformer) -> Sizes:
+def sizes_of(vit: VisionTransformer) -> VitSizes:
     """What may be less than of trained weights."""
     first: Any = vit.blocks[0]  # timm says Module
-    return Sizes.of(vit.state_dict(), first.attn.num_heads)
+    return VitSizes.of(vit.state_dict(), first.attn.num_heads)
 
 
 def parts_of(vit: VisionTransformer) -> set[str]:

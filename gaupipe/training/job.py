@@ -141,7 +141,9 @@ class Training:
             line += ", the best (train.keep=best)"
         else:
             line += " (train.keep=last)"
-        line += f": val {percent(accuracies[kept - 1], len(self.data.val))}"
+        images = len(self.data.val)
+        accuracy = percent(accuracies[kept - 1], images)
+        line += f": val {accuracy}, the 95 % interval of {images:,} images"
         if best != last and keep == "best":
             line += f"; {folder / 'last'} is of epoch {last}: {100 * accuracies[-1]:.1f} %"
         elif best != last:

@@ -120,4 +120,4 @@ def percent(share: float, count: int) -> str:
     """A ``share`` of ``count`` images in percent, with its 95 % interval: how much of it is chance
     where there are few images."""
     low, high = (100 * end for end in wilson_interval(share, count))
-    return f"{100 * share:.1f} % ({low:.1f} to {high:.1f} %, 95 % interval of {count:,} images)"
+    return f"{100 * share:.1f} % ({low:.1f} to {high:.1f} %)"

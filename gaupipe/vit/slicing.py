@@ -50,7 +50,7 @@ HEADS = ("head", "head_dist")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class VitSizes:
     """What a slice may have less of."""
 
     blocks: int
@@ -60,7 +60,7 @@ class Sizes:
     hidden_units: int
 
     @classmethod
-    def of(cls, weights: dict[str, Tensor], heads: int) -> Sizes:
+    def of(cls, weights: dict[str, Tensor], heads: int) -> VitSizes:
         """Of a ViT's state_dict, which does not tell the number of heads."""
         proj = weights["blocks.0.attn.proj.weight"]  # [width, heads * head width]
         fc2 = weights.get("blocks.0.mlp.fc2.weight", proj[:, :0])  # a ViT may have no FFN
@@ -68,7 +68,7 @@ class Sizes:
         width, attended = proj.shape
         return cls(len(blocks), width, heads, attended // heads, fc2.shape[1])
 
-    def check(self, asked: Sizes, setting: str) -> None:
+    def check(self, asked: VitSizes, setting: str) -> None:
         """Raises UserError for a slice that is ``asked`` to be larger."""
         for name, available in vars(self).items():
             wanted = getattr(asked, name)
@@ -121,8 +121,8 @@ def slice_weights(
     """
     first: Any = student.blocks[0]  # timm says Module
     present = student.state_dict()
-    sizes = Sizes.of(weights, heads)
-    asked = Sizes.of(present, first.attn.num_heads)
+    sizes = VitSizes.of(weights, heads)
+    asked = VitSizes.of(present, first.attn.num_heads)
     sizes.check(asked, setting)
     channels = chosen_channels(asked, sizes)
     if spread is not None and has_components(weights):
@@ -281,7 +281,7 @@ def with_blocks(weights: dict[str, Tensor], blocks: list[int]) -> dict[str, Tens
     return named
 
 
-def chosen_channels(asked: Sizes, sizes: Sizes) -> dict[str, Tensor]:
+def chosen_channels(asked: VitSizes, sizes: VitSizes) -> dict[str, Tensor]:
     """Channels of each kind of axis of :data:`AXES`, by their numbers in the trained ViT."""
     head = every_nth(asked.channels_of_head, sizes.channels_of_head)
     starts = every_nth(asked.heads, sizes.heads) * sizes.channels_of_head
@@ -297,7 +297,7 @@ def chosen_channels(asked: Sizes, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def rescaled(
-    weights: dict[str, Tensor], sizes: Sizes, asked: Sizes, channels: dict[str, Tensor]
+    weights: dict[str, Tensor], sizes: VitSizes, asked: VitSizes, channels: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """The weights with what is kept of each sum made as large as the whole: scores of queries and
     keys, and what attention and FFN add to the residual stream.
@@ -322,8 +322,8 @@ def rescaled(
 def _scaled_attention(
     weights: dict[str, Tensor],
     attention: str,
-    sizes: Sizes,
-    asked: Sizes,
+    sizes: VitSizes,
+    asked: VitSizes,
     channels: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     rows = weights[f"{attention}qkv.weight"].square().sum(1)  # [3 * heads * channels of a head]

@@ -14,7 +14,7 @@ from torch import Tensor
 from gaupipe.data.splits import Split
 from gaupipe.system.files import from_here
 from gaupipe.system.terminal import aligned
-from stages.predict import Prediction, Row, as_row, most_probable
+from stages.predict import Prediction, PredictionRow, as_row, most_probable
 
 MISTAKES = 10
 """Mistakes in the scores."""
@@ -41,7 +41,7 @@ ClassScore = TypedDict("ClassScore", {"class": str, "images": int, "top1": float
 """The images of a class and their accuracy, None without images."""
 
 
-class Mistake(Row):
+class Mistake(PredictionRow):
     """An image whose class was not predicted: its number in the split, and what was."""
 
     image: int

@@ -36,7 +36,7 @@ from stages.runs.directory import RunDirectory
 class ExportRequest:
     """The teacher whose store is to be written: that of a run, or another one in its place."""
 
-    run: RunDirectory
+    directory: RunDirectory
     teacher: str | None = None
     """A trained ViT, named as ``phase_a.teacher`` is; None is the run's own teacher."""
     overrides: Sequence[str] = ()
@@ -51,7 +51,7 @@ class ExportRequest:
         that do not go together."""
         if self.teacher is not None and out is None:
             raise UserError(
-                f"--teacher {self.teacher}: {self.run.maps} is for the maps of the run's own "
+                f"--teacher {self.teacher}: {self.directory.maps} is for the maps of the run's own "
                 "teacher: name another store with --out, which 'gaupipe phase-b --maps' then reads"
             )
         for override in self.overrides:
@@ -61,17 +61,17 @@ class ExportRequest:
                     f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to "
                     "the run; it is for another --teacher"
                 )
-        return self.run.settings()  # a folder that is no run is left alone
+        return self.directory.settings()  # a folder that is no run is left alone
 
     def load(self, settings: Settings, data: ImageData | None = None) -> TeacherJob[Any]:
         """The finished teacher of the run, or the other one, on the run's data."""
         job: TeacherJob[Any]
         if self.teacher is None:
-            job = phase_a.load(self.run, data, download=self.download)
+            job = phase_a.load(self.directory, data, download=self.download)
         else:
             tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
             settings = settings.model_copy(update={"download": self.download})
-            images = data or self.run.load_data(settings)
+            images = data or self.directory.load_data(settings)
             args = tree["phase_a"]["teacher_args"]
             job = other_teacher(settings, images, self.teacher, args, self.download)
         if self.augment is not None:
@@ -104,18 +104,18 @@ def run(
 
     An unfinished store of the same teacher is continued: its finished shards stay.
     """
-    run = RunDirectory(run_dir)
-    request = ExportRequest(run, teacher, overrides, download, augment)
+    directory = RunDirectory(run_dir)
+    request = ExportRequest(directory, teacher, overrides, download, augment)
     asked = {"kind": kind}
     for name in ExportSettings.model_fields.keys() & options.keys():
         asked[name] = options.pop(name)
-    place = Place(str(run.maps) if out is None else out, **options)
+    place = Place(str(directory.maps) if out is None else out, **options)
     settings = request.check(out)
     place.check()
     if settings.phase_a.is_local and teacher is None:
         say_nothing_to_export(settings, out)
         return None
-    with run.locked(shared=place.part is not None):
+    with directory.locked(shared=place.part is not None):
         return export(partial(request.load, settings, data), place, asked)
 
 

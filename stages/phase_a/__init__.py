@@ -45,38 +45,38 @@ def run(
 
     Raises UserError before anything is written.
     """
-    run = RunDirectory(run_dir)
+    directory = RunDirectory(run_dir)
 
     def resolve() -> TeacherJob | TeacherTraining | local.LocalJob:
-        request = run.settled(settings)
-        run.check_free(request, resume)
-        images = read_data(request, run, data)
+        request = directory.settled(settings)
+        directory.check_free(request, resume)
+        images = read_data(request, directory, data)
         if request.phase_a.is_local:
             return local.check(request, images, students)
         if not request.phase_a.learns_gaussians:
             return trained_vit.check(request, images, students)
-        return check(request, images, run, students, force)
+        return check(request, images, directory, students, force)
 
-    job = ranks.resolve(resolve, run.path)
+    job = ranks.resolve(resolve, directory.path)
     match job:
         case local.LocalJob():
-            return local.run(job, run, resume)
+            return local.run(job, directory, resume)
         case TeacherTraining():
-            return trained_vit.run(job, run, resume)
+            return trained_vit.run(job, directory, resume)
         case TeacherJob(teacher=VitTeacher()):
-            return trained_vit.adopt(job, run, resume)
+            return trained_vit.adopt(job, directory, resume)
     state = training_state(job)
-    with opened_teacher(run, job.settings, job.data, resume, state) as finished:
-        train(job, state, run.phase_a)
+    with opened_teacher(directory, job.settings, job.data, resume, state) as finished:
+        train(job, state, directory.phase_a)
         if not finished:
             sha256 = replace(job, teacher=state.kept).sha256  # of the images of all ranks
             if distributed.is_main():
-                run.write_teacher_digest(sha256)
+                directory.write_teacher_digest(sha256)
     return state.metrics
 
 
 def check(
-    settings: Settings, data: ImageData, run: RunDirectory, students: bool, force: bool
+    settings: Settings, data: ImageData, directory: RunDirectory, students: bool, force: bool
 ) -> TeacherJob[Teacher]:
     """The teacher before its training. Raises UserError for settings that do not fit, and, unless
     ``force``, for what the machine cannot hold."""
@@ -86,12 +86,12 @@ def check(
         check_student(settings, data, teacher, teacher.weights())
     if not force:  # before any per-image parameter is made
         plan = make_plan(settings, teacher, data, world_size=distributed.world_size())
-        check_resources(plan, run.path)
-    return build(settings, run.phase_a, data)
+        check_resources(plan, directory.path)
+    return build(settings, directory.phase_a, data)
 
 
 def load(
-    run: RunDirectory,
+    directory: RunDirectory,
     data: ImageData | None = None,
     *,
     download: bool = False,
@@ -100,15 +100,15 @@ def load(
     """The finished teacher of a run, in eval mode. ``download`` fetches published weights,
     ``with_images`` False leaves out the per-image parameters. Raises UserError if phase A has not
     finished."""
-    settings = run.settings()
+    settings = directory.settings()
     if download:
         settings = settings.model_copy(update={"download": True})
-    data = data or run.load_data(settings)
+    data = data or directory.load_data(settings)
     if not settings.phase_a.learns_gaussians:
-        return trained_vit.load(run, settings, data)
-    job = build(settings, run.phase_a, data, to_read=True, with_images=with_images)
+        return trained_vit.load(directory, settings, data)
+    job = build(settings, directory.phase_a, data, to_read=True, with_images=with_images)
     state = training_state(job)
-    if not state.load(run.phase_a / "checkpoint") or not state.finished:
-        raise trained_vit.unfinished(run)
+    if not state.load(directory.phase_a / "checkpoint") or not state.finished:
+        raise trained_vit.unfinished(directory)
     job.teacher = state.kept.eval()
     return job

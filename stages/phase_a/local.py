@@ -37,19 +37,19 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> LocalJo
     return LocalJob(settings, data)
 
 
-def run(job: LocalJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
+def run(job: LocalJob, directory: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Begins the run in its directory. Returns the metrics: one entry, of epoch 0, without
     accuracies."""
-    path = run.phase_a / "metrics.jsonl"
-    with opened_teacher(run, job.settings, job.data, resume):
+    path = directory.phase_a / "metrics.jsonl"
+    with opened_teacher(directory, job.settings, job.data, resume):
         if distributed.is_main():
-            write_metrics(job, run)
+            write_metrics(job, directory)
     return read_metrics(path)
 
 
-def write_metrics(job: LocalJob, run: RunDirectory) -> None:
+def write_metrics(job: LocalJob, directory: RunDirectory) -> None:
     """Writes the line of metrics.jsonl, and says what the teacher is."""
-    path = run.phase_a / "metrics.jsonl"
+    path = directory.phase_a / "metrics.jsonl"
     path.parent.mkdir(exist_ok=True)
     numbers = dict.fromkeys(("train_loss", "train_acc", "val_acc"))
     write_whole(path, json.dumps({"epoch": 0, **numbers, "seconds": 0.0}) + "\n")

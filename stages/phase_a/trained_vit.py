@@ -51,28 +51,28 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
     return job
 
 
-def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
+def run(job: TeacherTraining, directory: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Trains the teacher ``vit`` in a run directory. Returns its metrics, one dict per epoch."""
     state = training_state(job)
-    with opened_teacher(run, job.settings, job.data, resume, state):
-        train(job, state, run.phase_a)
-        folder = run.phase_a / "teacher"
+    with opened_teacher(directory, job.settings, job.data, resume, state):
+        train(job, state, directory.phase_a)
+        folder = directory.phase_a / "teacher"
         if distributed.is_main():
             save_student(state.kept, folder, **job.data.data_config)
-            run.write_teacher_digest(build(job.settings, job.data, folder).sha256)
+            directory.write_teacher_digest(build(job.settings, job.data, folder).sha256)
     return state.metrics
 
 
-def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
+def adopt(job: VitJob, directory: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Takes a teacher that was trained before into a run directory and scores it once. Returns the
     metrics: one entry, of epoch 0; without a head for the classes its validation accuracy is that
     of a linear probe."""
     ranks.check_same(job.settings, job.data, job.named_sha256())
     say_what_students_lack(job)
-    if run.teacher_digest() is not None:
-        check_unchanged(job, run)
-    path = run.phase_a / "metrics.jsonl"
-    with opened_teacher(run, job.settings, job.data, resume) as finished:
+    if directory.teacher_digest() is not None:
+        check_unchanged(job, directory)
+    path = directory.phase_a / "metrics.jsonl"
+    with opened_teacher(directory, job.settings, job.data, resume) as finished:
         if not finished:
             started = time.monotonic()
             probe_where_others_are_predicted(job)
@@ -83,9 +83,9 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[EpochMetrics]:
             if distributed.is_main():
                 path.parent.mkdir(exist_ok=True)
                 if job.probe is not None:
-                    job.probe.save(run.probe, source_of_probe(job))
+                    job.probe.save(directory.probe, source_of_probe(job))
                 write_whole(path, json.dumps(metrics) + "\n")
-                run.write_teacher_digest(job.sha256)
+                directory.write_teacher_digest(job.sha256)
     return read_metrics(path)
 
 
@@ -140,30 +140,31 @@ def say_own_head(job: VitJob, accuracy: float) -> None:
         )
 
 
-def load(run: RunDirectory, settings: Settings, data: ImageData) -> VitJob:
+def load(directory: RunDirectory, settings: Settings, data: ImageData) -> VitJob:
     """The finished teacher of a run, with its probe if it has one. Raises UserError where phase A
     has not finished, and for a teacher that has changed since."""
-    if run.teacher_digest() is None:
-        raise unfinished(run)
-    job = build(settings, data, run.phase_a / "teacher")
-    check_unchanged(job, run)
+    if directory.teacher_digest() is None:
+        raise unfinished(directory)
+    job = build(settings, data, directory.phase_a / "teacher")
+    check_unchanged(job, directory)
     if not job.teacher.predicts:
-        job.probe = load_probe(run.probe, source_of_probe(job))
+        job.probe = load_probe(directory.probe, source_of_probe(job))
     return job
 
 
-def unfinished(run: RunDirectory) -> UserError:
+def unfinished(directory: RunDirectory) -> UserError:
     """The error for a run whose phase A has not finished."""
     return UserError(
-        f"{run.path}: phase A has not finished; 'gaupipe phase-a {run.config} --run-dir "
-        f"{run.path} --resume' does that"
+        f"{directory.path}: phase A has not finished; 'gaupipe phase-a {directory.config} "
+        f"--run-dir {directory.path} --resume' does that"
     )
 
 
-def check_unchanged(job: VitJob, run: RunDirectory) -> None:
+def check_unchanged(job: VitJob, directory: RunDirectory) -> None:
     """Raises UserError for another teacher than the run's."""
-    if job.sha256 != run.teacher_digest():
+    if job.sha256 != directory.teacher_digest():
         raise UserError(
-            f"phase_a.teacher: {job.settings.phase_a.teacher} is not the teacher that {run.path} "
-            "was started with: its weights have changed; restore them, or start another run"
+            f"phase_a.teacher: {job.settings.phase_a.teacher} is not the teacher that "
+            f"{directory.path} was started with: its weights have changed; restore them, or start "
+            "another run"
         )

@@ -21,7 +21,7 @@ from gaupipe.settings.load import set_value
 from gaupipe.system.files import from_here
 
 if TYPE_CHECKING:
-    from gaupipe.vit.slicing import Sizes
+    from gaupipe.vit.slicing import VitSizes
 
 # (fewest pixels of the shorter side, image_size, patch_size); None is the size of the images
 SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
@@ -44,8 +44,8 @@ MOST_EPOCHS = 90
 FEW_IMAGES = 10_000
 """Training images below which a pretrained ViT is offered before one from the start."""
 RANDAUGMENT_IMAGES = 1_000
-"""Training images below which RandAugment gains: 5.5 points with 600 of CIFAR-10, nothing with 3,000
-(docs/results/data/few.json, labels.json)."""
+"""Training images below which RandAugment gains: 5.5 points with 600 of CIFAR-10, nothing with
+3,000 (docs/results/data/few.json, labels.json)."""
 PRETRAINED = "deit_tiny_patch16_224.fb_in1k"
 FINE_TUNING_EPOCHS = 10
 MOST_BYTES = 2e9  # of all stored views
@@ -65,7 +65,7 @@ class TeacherSizes:
     """The sizes of a trained teacher of which a student may be a slice, and how its images are
     scaled."""
 
-    sizes: Sizes
+    sizes: VitSizes
     scaling: dict[str, list[float]]
 
 

@@ -38,7 +38,7 @@ LIGHTER = "lower data.batch_size or data.train_images, take a smaller model"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PhaseAPlan:
     """Counts and bytes of phase A."""
 
     parameters: int
@@ -55,7 +55,7 @@ class Plan:
 
 def make_plan(
     settings: Settings, model: Any, data: Any, images: int | None = None, world_size: int = 1
-) -> Plan:
+) -> PhaseAPlan:
     """The plan of phase A in ``world_size`` processes. Pure arithmetic.
 
     model    a :class:`~gaupipe.teachers.gaussian.Teacher` or a ViT that is the teacher; it may lie
@@ -70,7 +70,7 @@ def make_plan(
     size = math.prod(model.per_image_shape) if phase.learns_of_images else 0
     if size:
         checkpoint += 9 * images + 4 * size  # and the start of an image
-    return Plan(
+    return PhaseAPlan(
         parameters=parameters,
         per_image_parameters=images * size,
         memory_bytes=training_memory(settings, model, data, phase.optim.ema, world_size),
@@ -130,7 +130,7 @@ def store_size(
     return schema.total_bytes + 4 * numbers, layout.num_files(decoder=len(shared))
 
 
-def check_resources(plan: Plan, run_dir: Path) -> None:
+def check_resources(plan: PhaseAPlan, run_dir: Path) -> None:
     """Raises UserError, in one line, if the disk or the memory cannot hold phase A. What the run
     has written already counts as free."""
     written = run_dir / "phase_a"

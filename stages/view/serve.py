@@ -111,36 +111,41 @@ def open_viewer(
 ) -> Viewer:
     """The store, and the students that can be chosen beside it: those named, else all or none. Of a
     run without a store the students alone, all of them or the last one."""
-    run = None if run_dir is None else RunDirectory(run_dir)
-    if run is not None:
-        run.settings()  # refuses a folder that is no run
+    directory = None if run_dir is None else RunDirectory(run_dir)
+    if directory is not None:
+        directory.settings()  # refuses a folder that is no run
     if url is None:
-        assert run is not None
-        url = str(run.maps)
-    elif run is None and (folder := store.local_folder(url)) is not None:
-        run = RunDirectory(folder.parent)
-        run = run if run.config.is_file() else None
+        assert directory is not None
+        url = str(directory.maps)
+    elif directory is None and (folder := store.local_folder(url)) is not None:
+        directory = RunDirectory(folder.parent)
+        directory = directory if directory.config.is_file() else None
     trained = []
-    if run is not None:  # of a name in both phases the one of phase B, and these last
-        plain = run.students(distilled=False)
-        trained = [*(name for name in plain if not run.is_distilled(name)), *run.students()]
+    if directory is not None:  # of a name in both phases the one of phase B, and these last
+        plain = directory.students(distilled=False)
+        trained = [
+            *(name for name in plain if not directory.is_distilled(name)),
+            *directory.students(),
+        ]
     for name in students or []:
-        if run is None:
+        if directory is None:
             raise UserError(f"--student {name}: name the student's run with --run-dir")
         if name not in trained:
             others = f"there are {', '.join(trained)}" if trained else "there is none"
-            raise UserError(f"--student {name}: {run.path} has no such finished student; {others}")
-    if run is None:
+            raise UserError(
+                f"--student {name}: {directory.path} has no such finished student; {others}"
+            )
+    if directory is None:
         return Viewer(url, {}, store.open(url))
-    alone = bool(trained) and url == str(run.maps) and not run.maps.exists()
+    alone = bool(trained) and url == str(directory.maps) and not directory.maps.exists()
     names = students or (trained[::-1] if all_students else trained[-1:] if alone else [])
-    models: dict[str, Load] = {name: partial(StudentMaps, run, name) for name in names}
+    models: dict[str, Load] = {name: partial(StudentMaps, directory, name) for name in names}
     if not alone:
-        if url == str(run.maps):
-            run.stored()
-        return Viewer(url, models, store.open(url), of_run=True)
-    data = StudentMaps(run, names[0]).data
-    return Viewer(str(run.path), models, of_run=True, data=data, split="val")
+        if url == str(directory.maps):
+            directory.stored()
+        return Viewer(url, models, store.open(url), students=list(models))
+    data = StudentMaps(directory, names[0]).data
+    return Viewer(str(directory.path), models, students=list(models), data=data, split="val")
 
 
 def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str, object]) -> None:

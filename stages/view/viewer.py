@@ -11,7 +11,7 @@ import secrets
 import struct
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ class Viewer:
 
     models  by name how each is opened that computes maps now: students of a run, or any ViT
     maps    a store, of whose images the page shows the stored maps; None where there is none
-    of_run  whether these are students of a run, among which the page offers a choice
+    students
+            those of the models that are students of a run, among which the page offers a choice
     data    the data set of the first model; None where the store names it
     split   whose images the page shows first
     note    shown above the page
@@ -71,7 +72,7 @@ class Viewer:
         title: str,
         models: dict[str, Load],
         maps: store.Store | None = None,
-        of_run: bool = False,
+        students: Sequence[str] = (),
         data: ImageData | None = None,
         split: str = "train",
         note: str = "",
@@ -84,7 +85,7 @@ class Viewer:
         self.split = split
         self.note = note
         self._data = data
-        self.students = list(models) if of_run else []
+        self.students = list(students)
         self.token = secrets.token_hex(6)
         self.extend = extend
         self.command = ""

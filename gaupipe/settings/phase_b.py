@@ -1,0 +1,67 @@
+"""The section ``phase_b``: what distillation adds to a training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from gaupipe.settings.sections import Count, Positive, Rate, Weight
+from gaupipe.settings.train import TrainChanges
+
+
+class PhaseBSettings(TrainChanges):
+    """Phase B: what distillation adds to a training. The student, an ordinary ViT, learns from the
+    labels, the teacher's predictions and the stored maps."""
+
+    alpha: Weight = 0.0
+    """Weight of L_soft, the cross-entropy with the teacher's predictions. In the GauTransformer
+    paper alpha, beta and gamma are 0.2, 0.1 and 0.7 on CIFAR, and gamma is constant."""
+    beta: Weight = 1.0
+    """Weight of L_hard, the cross-entropy with the labels."""
+    gamma: Weight = 0.1
+    """Weight of L_feat, the divergence from the stored attention maps, at the start of the
+    schedule."""
+    gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "stop_after"
+    """``linear`` and ``cosine`` lower gamma to 0 over ``gamma_epochs``; ``stop_after`` switches
+    gamma off after ``gamma_epochs``; ``constant`` never changes gamma, as in the GauTransformer
+    paper."""
+    gamma_epochs: Positive | None = None
+    """Epochs until gamma is 0; null means a third of the student's epochs."""
+    layer_map: list[Count | None] | None = None
+    """For each block of the student the number of the stored block that it is compared with,
+    counted from 0, or null for no comparison. Without a list each block is compared with the stored
+    block of the same number. If the numbers of blocks differ, evenly spaced stored blocks are
+    taken."""
+    head_map: list[Count] | Literal["mean"] | None = None
+    """For each head of the student the number of the stored head that it is compared with, counted
+    from 0. ``mean`` compares each head with the mean over the stored heads, of which there may then
+    be another number. Null compares each head with the stored head of the same number."""
+    shuffle_maps: bool = False
+    """A control: every image gets the maps of another image. The control shows whether it matters
+    that the maps belong to the image."""
+    warm_start: Literal["none", "teacher", "slice", "exact"] = "none"
+    """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
+    norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
+    has Gaussians itself gets the teacher's. ``exact`` is for ``phase_a.per_image: none`` and
+    students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
+    so that the student computes what the teacher does before its first step. ``slice`` is for a
+    student that is smaller than a trained ViT: evenly spaced blocks and heads of the teacher, and
+    the principal components of its residual stream."""
+    temperature: Rate = 1.0
+    """The attention maps p of teacher and student become softmax(log p / temperature) before they
+    are compared."""
+    direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
+    """``teacher_student`` is KL(teacher || student), which makes the student attend wherever the
+    teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
+    eq. 9*."""
+
+    def gamma_ends(self, epochs: int) -> int:
+        """``gamma_epochs``, or what null means for a student of so many ``epochs``."""
+        return self.gamma_epochs or -(-epochs // 3)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PhaseBSettings:
+        if self.alpha + self.beta + self.gamma == 0:
+            raise ValueError("alpha, beta and gamma are all 0: nothing is left to learn from")
+        return self
