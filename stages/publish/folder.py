@@ -13,7 +13,6 @@ from gaupipe.distillation.export import stored_export
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import dump
 from gaupipe.settings.sections import LOCAL, Section
-from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_new_folder, replaced
 from gaupipe.training.scores import classification_metrics, predictions
 from gaupipe.vit.saving import STUDENT_FILES
