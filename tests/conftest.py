@@ -74,14 +74,15 @@ def parsers():
 def small_run(tmp_path_factory) -> Path:
     """A run of 40 digits whose stages have all finished, with a Gaussian teacher, a store of
     several shards and the student ``standard``. To be copied, not changed."""
+    from exports import write_store
     from gaupipe.settings.load import load
-    from stages import export, phase_a, phase_b
+    from stages import phase_a, phase_b
 
     small = ["data.train_images=40", "phase_a.max_epochs=1", "train.epochs=1", "threads=1"]
     model = "model.args={embed_dim: 16, depth: 1, num_heads: 2}"
     run_dir = tmp_path_factory.mktemp("finished") / "before"
     phase_a.run(load("digits_expected", [*small, model]), run_dir)
-    export.run(run_dir, shard_mb=0.006)
+    write_store(run_dir, shard_mb=0.006)
     phase_b.run(run_dir, "standard")
     return run_dir.rename(run_dir.with_name("run"))  # what the student learned from has moved
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import gaupipe
+from exports import write_store
 from gaupipe.maps.gaussians import expected_map, from_raw
 from gaupipe.models import forward_with_maps
 from gaupipe.settings.load import load
-from stages import export, phase_a, phase_b
+from stages import phase_a, phase_b
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def embedding_run(tmp_path_factory) -> Path:
     ]
     run_dir = tmp_path_factory.mktemp("default") / "run"
     phase_a.run(load("digits", changes), run_dir)
-    export.run(run_dir)
+    write_store(run_dir)
     phase_b.run(run_dir, "belief2")
     return run_dir
 

@@ -15,13 +15,13 @@ import torch
 
 import store
 from damage import contents, differing, flip, times
-from exports import SHARD_MB, exported, train
+from exports import SHARD_MB, exported, train, write_store
 from gaupipe.distillation.export import lost
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings.load import load
 from killing import KILLED, InWrite, exit_code
-from stages import export, phase_a
+from stages import phase_a
 from stages.export.writing import loss_line
 from stages.runs.directory import RunDirectory
 from stores import write_pending
@@ -49,7 +49,7 @@ def shard_files(folder: Path) -> list[str]:
 
 
 def export_run(run: Path) -> None:
-    export.run(run, shard_mb=SHARD_MB)
+    write_store(run, shard_mb=SHARD_MB)
 
 
 def export_run_and_die(run: Path) -> None:
@@ -177,7 +177,7 @@ def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, in_proce
     monkeypatch.undo()
     with pytest.raises(store.StoreError, match="incomplete"):
         store.open(maps)
-    export.run(run)
+    write_store(run)
     assert differing(contents(maps), before) == []
 
 

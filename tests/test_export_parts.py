@@ -7,9 +7,8 @@ import pytest
 
 import store
 from damage import contents
-from exports import SHARD_MB, exported
+from exports import SHARD_MB, exported, write_store
 from killing import FORKS, KILLED, InWrite, exit_code
-from stages import export
 from stages.export import writing
 from store.files import Files
 
@@ -34,7 +33,7 @@ def files(folder):
 
 
 def write_part(run, number, parts, **options):
-    export.run(run, shard_mb=SHARD_MB, part=(number, parts), **options)
+    write_store(run, shard_mb=SHARD_MB, part=(number, parts), **options)
 
 
 def test_parts_in_any_order_give_the_bytes_of_one_process(trained, run, capfd):
@@ -61,7 +60,7 @@ def test_a_part_without_shards_and_parts_at_once(trained, run):
         process.join()
     assert [process.exitcode for process in parts] == [0] * 4
     assert len(store.join(run / "maps.zarr").pending()) == 17
-    export.run(run, shard_mb=SHARD_MB)
+    write_store(run, shard_mb=SHARD_MB)
     assert files(run / "maps.zarr") == files(trained / "maps.zarr")
 
 
@@ -77,15 +76,15 @@ def test_the_export_without_a_part_verifies_what_others_wrote(trained, run, monk
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1])
     with pytest.raises(store.StoreError, match="the files of 1 shards are not what"):
-        export.run(run, shard_mb=SHARD_MB)
+        write_store(run, shard_mb=SHARD_MB)
     assert [shard.index for shard in store.join(url).pending()] == [3]
-    export.run(run, shard_mb=SHARD_MB)
+    write_store(run, shard_mb=SHARD_MB)
     assert files(url) == files(trained / "maps.zarr")
 
 
 def test_entries_of_a_shard_that_is_written_once_more_go(trained, run):
     """By a process that began before others completed the store."""
-    export.run(run, shard_mb=SHARD_MB)
+    write_store(run, shard_mb=SHARD_MB)
     url = run / "maps.zarr"
     Files(url).write("manifest/finished/earlier-3", b"{}")
     write_part(run, 4, 19)
@@ -125,7 +124,7 @@ def test_an_export_keeps_out_parts_and_parts_keep_out_it(run):
     with alone_in(run / "maps.zarr", "busy", shared=True):
         write_part(run, 1, 2)
         with pytest.raises(ValueError, match="another process"):
-            export.run(run, shard_mb=SHARD_MB)
+            write_store(run, shard_mb=SHARD_MB)
 
 
 def test_parts_on_object_storage(trained, run, s3, tmp_path):
@@ -153,10 +152,10 @@ def test_an_export_to_a_bucket_reads_back_what_is_there(run, s3, monkeypatch):
     with monkeypatch.context() as late:
         late.setattr(writing, "finish", after_another_process)
         with pytest.raises(store.StoreError, match="the files of 1 shards are not what"):
-            export.run(run, shard_mb=SHARD_MB, out=url)
+            write_store(run, shard_mb=SHARD_MB, out=url)
     with pytest.raises(store.UnfinishedStore):
         store.open(url)
-    export.run(run, shard_mb=SHARD_MB, out=url)
+    write_store(run, shard_mb=SHARD_MB, out=url)
     assert store.verify(url) == []
 
 

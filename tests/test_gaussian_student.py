@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 
+from exports import write_store
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.options import count_parameters
 from gaupipe.attention.standard import StandardAttention
@@ -19,7 +20,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
-from stages import export, phase_a, phase_b
+from stages import phase_a, phase_b
 from stages.runs.directory import RunDirectory
 
 PRIOR = {"attention": "standard", "attention_options": {"prior": True}}
@@ -106,7 +107,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     """The student's predictions before its first step are the teacher's."""
     run_dir = tmp_path / "run"
     phase_a.run(load("digits_expected", [*TEACHER, *EXACT]), run_dir)
-    export.run(run_dir)
+    write_store(run_dir)
     run, data = RunDirectory(run_dir), load_data(load("digits_expected").data)
     job = phase_b.build(run.settings(), data, run)
     loaded = phase_a.load(run, data)

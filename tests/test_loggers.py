@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from arguments import sets, tiny
+from exports import write_store
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
@@ -19,7 +20,7 @@ from gaupipe.settings.load import load
 from gaupipe.system.imports import pip_install
 from gaupipe.training.update import Update
 from pictures import UNCHANGED, NumberedMaps
-from stages import export, phase_a, phase_b
+from stages import phase_a, phase_b
 
 TINY = [*tiny(100, 20, 2), "phase_b.gamma=0.1", "log.every=2"]
 
@@ -79,7 +80,7 @@ def service(monkeypatch):
 def test_steps_are_written_with_what_the_settings_ask_for(tmp_path):
     settings = load("digits_expected", [*TINY, "phase_a.optim.clip_grad=null"])
     phase_a.run(settings, tmp_path / "run")
-    export.run(tmp_path / "run")
+    write_store(tmp_path / "run")
     phase_b.run(tmp_path / "run", "standard")
     phase_a_lines, phase_b_lines = (
         lines(tmp_path / "run" / name) for name in ("phase_a", "phase_b/standard")

@@ -11,6 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 
 import gaupipe
+from exports import write_store
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
@@ -98,12 +99,11 @@ def test_mistakes_are_refused(small_run, call, message):
 
 def test_a_view_and_its_maps_belong_together(tmp_path):
     from gaupipe.settings.load import load
-    from stages import export
 
     changes = ["phase_a.teacher=vit", "data.train_images=40", "phase_a.max_epochs=1", "threads=1"]
     changes += ["augment.flip=true", "model.args={embed_dim: 16, depth: 1, num_heads: 2}"]
     phase_a.run(load("digits_expected", changes), tmp_path / "run")
-    export.run(tmp_path / "run", kind="dense", views=3)
+    write_store(tmp_path / "run", {"kind": "dense", "views": 3})
     run = gaupipe.open_run(tmp_path / "run")
     with pytest.raises(UserError, match=r"3 views of each image.*maps\(ids, view=0\)"):
         run.maps([5])

@@ -15,6 +15,7 @@ import torch
 from timm.layers import Mlp
 
 import store
+from exports import write_store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
@@ -30,7 +31,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.training.job import Training
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import classification_metrics
-from stages import evaluate, export, phase_a, phase_b
+from stages import evaluate, phase_a, phase_b
 from stages.cli import train as command_line
 from stages.publish import export_student
 from stages.runs import opening
@@ -51,7 +52,7 @@ TEACHER = [
 
 def make(run_dir: Path, *overrides: str, kind: str = "gaussian") -> Path:
     phase_a.run(load("digits_expected", [*TEACHER, *overrides]), run_dir)
-    export.run(run_dir, kind)
+    write_store(run_dir, {"kind": kind})
     return run_dir
 
 
@@ -389,7 +390,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     run_dir, tmp_path, monkeypatch, in_process, moment
 ):
     """The command that goes on is said whole, so it is the same before there is a folder."""
-    export.run(run_dir, "dense", out=str(tmp_path / "dense.zarr"))
+    write_store(run_dir, {"kind": "dense"}, out=str(tmp_path / "dense.zarr"))
 
     def interrupted(*_arguments, **_more):
         raise KeyboardInterrupt
@@ -420,9 +421,9 @@ def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):
 
 def test_maps_of_another_teacher_are_refused(run_dir, tmp_path):
     other = make(tmp_path / "other", "seed=7")
-    export.run(other, out=str(run_dir / "maps.zarr"), overwrite=True)
+    write_store(other, out=str(run_dir / "maps.zarr"), overwrite=True)
     try:
         with pytest.raises(ValueError, match="teacher"):
             phase_b.run(run_dir, "belief_star", resume=True)
     finally:
-        export.run(run_dir, overwrite=True)
+        write_store(run_dir, overwrite=True)

@@ -14,11 +14,12 @@ from PIL import Image
 from scipy.stats import binomtest
 
 import store
+from exports import write_store
 from gaupipe import __version__
 from gaupipe.data import splits
 from gaupipe.settings.load import dump, flatten, load
 from gaupipe.vit.saving import load_folder, save_student, saved_sha256
-from stages import evaluate, export, phase_b, predict
+from stages import evaluate, phase_b, predict
 from stages.publish.export_student import to_onnx
 from stages.publish.folder import without_folders
 from stages.runs.directory import RunDirectory
@@ -82,7 +83,7 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
     """Not its run's own teacher and store; and the published commands train such a student."""
     phase_b.train_student(RunDirectory(run).settings(), tmp_path / "vit", teacher=None)
     maps, teacher = str(tmp_path / "dense.zarr"), f"local-dir:{tmp_path / 'vit' / 'student'}"
-    export.run(run, "dense", out=maps, teacher=teacher)
+    write_store(run, {"kind": "dense"}, out=maps, teacher=teacher)
     changes = ["train.epochs=1", "seed=7"]
     phase_b.run(run, "xsa", name="mine", overrides=changes, maps_url=maps)
     out = tmp_path / "out"
@@ -159,10 +160,8 @@ def test_a_store_has_a_card_that_its_owner_may_edit(run):
     """As the Hub reads it; hf upload takes it along."""
     from huggingface_hub import DatasetCard
 
-    from stages import export
-
     shutil.rmtree(run / "maps.zarr")
-    export.run(run, license="cc-by-4.0")
+    write_store(run, license="cc-by-4.0")
     path = run / "maps.zarr" / "README.md"
     card = DatasetCard.load(path)
     assert card.data.license == "cc-by-4.0" and card.data.size_categories == "n<1K"
@@ -171,7 +170,7 @@ def test_a_store_has_a_card_that_its_owner_may_edit(run):
     assert maps.schema.teacher_sha256 in card.text and maps.schema.dataset_sha256 in card.text
     path.write_text("mine")
     assert store.verify(run / "maps.zarr") == []
-    export.run(run, overwrite=True)
+    write_store(run, overwrite=True)
     assert "licence under which these may be used" in path.read_text()
     assert DatasetCard.load(path).data.license is None
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from arguments import sets, tiny
+from exports import write_store
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from killing import FORKS
-from stages import export, phase_a, phase_b
+from stages import phase_a, phase_b
 from stages.runs import students
 from stages.runs.directory import RunDirectory, last_used
 from stages.runs.locks import locked
@@ -27,7 +28,7 @@ SETS = sets(*TINY)
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     phase_a.run(load("digits", TINY), folder / "run")
-    export.run(folder / "run")
+    write_store(folder / "run")
     return folder / "run"
 
 

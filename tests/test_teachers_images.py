@@ -10,6 +10,7 @@ from PIL import Image
 from timm.data import create_transform
 
 import store
+from exports import write_store
 from gaupipe.data import images as image_files
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
@@ -24,7 +25,6 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import load
 from gaupipe.teachers.vit import VitTeacher
 from pictures import photos
-from stages import export
 from stages.run import run as run_all
 from stages.verify import against_teacher
 from vits import small
@@ -242,7 +242,9 @@ def test_a_run_takes_a_teacher_of_another_size_and_stores_what_its_student_compa
         keys = shares() @ seen.blocks[block].numpy() @ shares().T
         expected = keys / shares().sum(-1, keepdims=True)
         np.testing.assert_allclose(stored[:, place], expected, atol=1e-3)
-    export.run(tmp_path / "run", out=str(tmp_path / "whole.zarr"), grid=(7, 7), layers=[*range(5)])
+    write_store(
+        tmp_path / "run", {"grid": (7, 7), "layers": [*range(5)]}, out=str(tmp_path / "whole.zarr")
+    )
     schema = store.open(tmp_path / "whole.zarr").schema
     assert (schema.grid, schema.layers) == ((7, 7), 5)
 

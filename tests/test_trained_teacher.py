@@ -16,6 +16,7 @@ from timm.data import create_transform, resolve_data_config
 
 import store
 from arguments import sets
+from exports import write_store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
@@ -119,7 +120,7 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     ],
 )
 def test_maps_come_back_from_the_store(run, kind, encoding, k, most):
-    export.run(run, kind, encoding=encoding, k=k)
+    write_store(run, {"kind": kind, "encoding": encoding, "k": k})
     maps = store.open(run / "maps.zarr")
     read = MAP_KINDS[kind].reader(maps, torch.device("cpu"))(maps.gather(np.arange(20)))
     oracle = teachers_maps(run, first_images(run, 20))
@@ -157,7 +158,7 @@ def test_every_kind_teaches_students_of_other_shapes(run, kind):
         "model.student_args={depth: 3, num_heads: 4, patch_size: 4}",
         "phase_b.head_map=[0, 1, 1, 0]",
     )
-    export.run(run, kind, k=4 if kind == "topk" else None)
+    write_store(run, {"kind": kind, "k": 4 if kind == "topk" else None})
     for attention in ("standard", "attentionx"):
         metrics = phase_b.run(run, attention)
         assert metrics[-1]["loss_feat"] > 0 and np.isfinite(metrics[-1]["train_loss"])
@@ -187,7 +188,7 @@ def test_views_are_stored_and_drawn_again(run, drawn):
     """The maps of a view are the teacher's on the very image that phase B trains on."""
     views = 3
     with_settings(run, "augment={flip: true, crop_padding: 1}", "phase_b.alpha=0")
-    export.run(run, "dense", views=views)
+    write_store(run, {"kind": "dense", "views": views})
     maps = store.open(run / "maps.zarr")
     assert (maps.schema.views, maps.schema.images, len(maps)) == (views, 120, 120 * views)
     settings = RunDirectory(run).settings()
@@ -212,9 +213,9 @@ def test_views_are_stored_and_drawn_again(run, drawn):
 
 
 def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path, monkeypatch):
-    export.run(run, k=2)
+    write_store(run, {"k": 2})
     other = tmp_path / "dense.zarr"
-    export.run(run, "dense", out=str(other))
+    write_store(run, {"kind": "dense"}, out=str(other))
     monkeypatch.chdir(tmp_path)
     phase_b.run(run, "standard", name="x", maps_url="dense.zarr")
     folder = run / "phase_b" / "x"
@@ -222,7 +223,7 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
     student = evaluate.load_student(run, "x")
     there = student, load_data(student.settings.data)
     assert evaluate.open_maps(*there).schema.kind == "dense"
-    export.run(run, "dense", out=str(other), encoding="uint8", overwrite=True)
+    write_store(run, {"kind": "dense", "encoding": "uint8"}, out=str(other), overwrite=True)
     with pytest.raises(UserError, match="encoding of the store float16, now it is uint8"):
         phase_b.run(run, "standard", name="x", maps_url="dense.zarr", resume=True)
     shutil.rmtree(other)
@@ -241,7 +242,7 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
 )
 def test_maps_that_shifts_and_crops_would_move_are_spoken_of(run, capsys, augment, views, said):
     with_settings(run, f"augment={augment}", "train.epochs=1")
-    export.run(run, views=views)
+    write_store(run, {"views": views})
     phase_b.run(run, "standard")
     assert ("'gaupipe export-maps --views' stores" in capsys.readouterr().err) == said
 
@@ -257,7 +258,7 @@ def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha
     weights = ["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3", "phase_b.beta=0.5"]
     augment = "augment={flip: true, crop_padding: 1}"
     with_settings(run, augment, *weights, f"phase_b.alpha={alpha}", "train.epochs=5")
-    export.run(run, views=2)
+    write_store(run, {"views": 2})
     metrics = phase_b.run(run, "standard")
     stored = [(0, True), (1, True), (0, True), (1, True), (0, True)]
     assert drawn == (stored if alpha else [*stored[:3], (None, False), (None, False)])
@@ -311,7 +312,7 @@ def test_a_warm_start_takes_queries_and_keys_too(run):
     with_settings(run, "phase_b.warm_start=teacher", "phase_b.gamma=0", "phase_b.alpha=0")
     settings = RunDirectory(run).settings()
     data = load_data(settings.data)
-    export.run(run, "topk")
+    write_store(run, {"kind": "topk"})
     job = phase_b.build(settings, data, RunDirectory(run))
     teacher = phase_a.load(RunDirectory(run), data).teacher
     warm_start(job.student, teacher.weights())
@@ -359,7 +360,7 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         other.head.weight += 0.01
     save_student(other, folder)
     with pytest.raises(UserError, match="its weights have changed"):
-        export.run(tmp_path / "next")
+        write_store(tmp_path / "next")
     with pytest.raises(UserError, match="its weights have changed"):
         phase_a.run(settings, tmp_path / "next", resume=True)
 
@@ -390,7 +391,7 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     assert len(scores["map_kl"]) == 2
     published = publish.published_settings(evaluate.load_student(run, "seven")).phase_a
     assert (published.teacher, published.teacher_args) == ("local-dir:seven", {"num_classes": 0})
-    export.run(run)
+    write_store(run)
     shutil.rmtree(out)
     assert "map_kl" not in evaluate.run(run, "seven")
 
@@ -453,7 +454,7 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
         np.testing.assert_allclose(np.ravel(seen["teacher"]), stored[0].mean((0, 1)), atol=1e-6)
         wanted = log_maps[0].exp().mean((0, 1))
         np.testing.assert_allclose(np.ravel(seen["map"]), wanted, atol=1e-5)
-    plain = export.run(run, out=str(tmp_path / "plain.zarr"), kind="dense", views=None)
+    plain = write_store(run, {"kind": "dense", "views": None}, out=str(tmp_path / "plain.zarr"))
     assert store.open(plain).schema.views == 2  # as the run's settings say
     shutil.rmtree(run / "maps.zarr")
     one = ["inspect", "--run-dir", run, "--student", "standard", "--image", image]
@@ -462,7 +463,7 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
 
 
 def test_a_student_of_other_views_or_images_says_why_it_is_not_compared(run, tmp_path):
-    url = export.run(run, "dense")
+    url = write_store(run, {"kind": "dense"})
     phase_b.run(run)
     student = StudentMaps(RunDirectory(run), "standard")
     assert student.see(1).no_teacher is None
@@ -481,10 +482,10 @@ def test_a_lost_teacher_is_written_again(run):
     before = weights.read_bytes()
     weights.unlink()
     with pytest.raises(UserError, match="'gaupipe phase-a --resume' writes it again"):
-        export.run(run)
+        write_store(run)
     phase_a.run(RunDirectory(run).settings(), run, resume=True)
     assert weights.read_bytes() == before and RunDirectory(run).teacher_digest() == digest
-    export.run(run)
+    write_store(run)
 
 
 def test_a_student_can_be_scored_without_its_teacher(run, tmp_path):
@@ -498,7 +499,7 @@ def test_a_student_can_be_scored_without_its_teacher(run, tmp_path):
 
 
 def test_a_store_of_another_kind_is_not_taken_for_the_one_asked_for(run):
-    export.run(run, "dense")
+    write_store(run, {"kind": "dense"})
     with pytest.raises(UserError, match="with kind dense, asked topk.*--overwrite"):
         export.ensure(run, export=settings_with("export.kind=topk").export)
 
@@ -575,7 +576,7 @@ def test_the_probe_of_phase_a_is_read_by_the_export(run, tmp_path, in_process, m
     stored = tmp_path / "next" / "phase_a" / "probe.pt"
     with monkeypatch.context() as patch:
         patch.setattr("stages.phase_a.trained_vit.fit_probe", None)  # not called
-        export.run(tmp_path / "next")
+        write_store(tmp_path / "next")
     whole = stored.read_bytes()
     saved = torch.load(stored, weights_only=True)
     folds = whole.index(saved["probe"]["folds"].numpy().tobytes())
@@ -618,9 +619,9 @@ def test_classes_of_a_teacher_are_those_of_the_folders_by_name(tmp_path, in_proc
 def test_an_export_that_does_not_fit_is_refused(run, monkeypatch, what):
     monkeypatch.setattr(resources, what, lambda *_: 1000)
     with pytest.raises(UserError, match="export needs .* of (disk|memory), 0.0 MB are"):
-        export.run(run)
+        write_store(run)
     assert not (run / "maps.zarr").exists()
-    export.run(run, force=True)
+    write_store(run, force=True)
 
 
 def test_plan_counts_the_store_of_a_trained_teacher(tmp_path, in_process):

@@ -164,18 +164,20 @@ def export_maps(
 
     Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
-    options: dict[str, Any] = {"encoding": encoding, "k": k, "download": download}
-    options |= {"overwrite": overwrite, "repair": repair, "shard_mb": shard_mb, "force": force}
-    options |= {"part": part, "license": license}
+    asked = {"kind": kind, "encoding": encoding, "k": k}
+    how: dict[str, Any] = {"overwrite": overwrite, "repair": repair, "shard_mb": shard_mb}
+    how |= {"force": force, "part": part, "license": license}
     if not names_model(model, files, image_size) or model is None:
-        options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
         run_dir = find_run(run_dir)
         if out:
             check_model(teacher)
         with begins(f"export: the teacher of {run_dir}"):
             from stages import export as stage
 
-        if (url := stage.run(run_dir, kind, out=out, **options)) is not None:
+        place = stage.Place(str(RunDirectory(run_dir).maps) if out is None else out, **how)
+        asked |= {"views": views}
+        request = stage.ExportRequest(run_dir, place, asked, teacher, overrides or [], download)
+        if (url := stage.run(request)) is not None:
             print(url)
         return
     run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
@@ -188,7 +190,11 @@ def export_maps(
     with begins(f"export: {model}, into {out}"):
         from stages import export as stage
 
-    print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
+    place = stage.Place(out, **how)
+    url = stage.run_model(
+        model, files or (), place, asked, image_size=image_size, download=download
+    )
+    print(url)
 
 
 @command("Train", "phase-b")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,15 @@ from stages.runs.directory import RunDirectory
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The teacher whose store is to be written: that of a run, or another one in its place."""
+    """A store that is to be written, and the teacher whose maps it gets: that of a run whose phase
+    A has finished, or another one in its place."""
 
-    directory: RunDirectory
+    run_dir: Path
+    place: Place
+    """Where the store is written, and how."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`gaupipe.settings.ExportSettings`. What is None or left out is as in the
+    store that is there, or else as the settings say."""
     teacher: str | None = None
     """A trained ViT, named as ``phase_a.teacher`` is; None is the run's own teacher."""
     overrides: Sequence[str] = ()
@@ -45,13 +51,23 @@ class ExportRequest:
     """Fetch the published weights of ``teacher``."""
     augment: AugmentSettings | None = None
     """Draws the views; None is the run's ``augment``."""
+    data: ImageData | None = None
+    """The data set of the run, where it has been read already."""
 
-    def check(self, out: str | None) -> Settings:
-        """The settings of the run, whose maps are to go to ``out``. Raises UserError for options
-        that do not go together."""
-        if self.teacher is not None and out is None:
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.run_dir)
+
+    @property
+    def is_own_store(self) -> bool:
+        """True if the store is the run's own, which phase B reads unless told otherwise."""
+        return self.place.url == str(self.directory.maps)
+
+    def check(self) -> Settings:
+        """The settings of the run. Raises UserError for options that do not go together."""
+        if self.teacher is not None and self.is_own_store:
             raise UserError(
-                f"--teacher {self.teacher}: {self.directory.maps} is for the maps of the run's own "
+                f"--teacher {self.teacher}: {self.place.url} is for the maps of the run's own "
                 "teacher: name another store with --out, which 'gaupipe phase-b --maps' then reads"
             )
         for override in self.overrides:
@@ -61,17 +77,19 @@ class ExportRequest:
                     f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to "
                     "the run; it is for another --teacher"
                 )
-        return self.directory.settings()  # a folder that is no run is left alone
+        settings = self.directory.settings()  # a folder that is no run is left alone
+        self.place.check()
+        return settings
 
-    def load(self, settings: Settings, data: ImageData | None = None) -> TeacherJob[Any]:
+    def load(self, settings: Settings) -> TeacherJob[Any]:
         """The finished teacher of the run, or the other one, on the run's data."""
         job: TeacherJob[Any]
         if self.teacher is None:
-            job = phase_a.load(self.directory, data, download=self.download)
+            job = phase_a.load(self.directory, self.data, download=self.download)
         else:
             tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
             settings = settings.model_copy(update={"download": self.download})
-            images = data or self.directory.load_data(settings)
+            images = self.data or self.directory.load_data(settings)
             args = tree["phase_a"]["teacher_args"]
             job = other_teacher(settings, images, self.teacher, args, self.download)
         if self.augment is not None:
@@ -79,44 +97,15 @@ class ExportRequest:
         return job
 
 
-def run(
-    run_dir: Path,
-    kind: str | None = None,
-    *,
-    data: ImageData | None = None,
-    out: str | None = None,
-    teacher: str | None = None,
-    overrides: Sequence[str] = (),
-    download: bool = False,
-    augment: AugmentSettings | None = None,
-    **options: Any,
-) -> str | None:
-    """Writes the store of a run whose phase A has finished and returns its path or URL; None for
-    the teacher local, which has none.
-
-    data      the data set of the settings, where it has been read already
-    out       path or URL of the store; None is the run's own
-    teacher, overrides, download, augment
-              as in :class:`ExportRequest`
-    options   ``kind`` and the other fields of :class:`gaupipe.settings.ExportSettings`, None for
-              what the store that is there has, or else the settings say; and those of
-              :class:`Place`
-
-    An unfinished store of the same teacher is continued: its finished shards stay.
-    """
-    directory = RunDirectory(run_dir)
-    request = ExportRequest(directory, teacher, overrides, download, augment)
-    asked = {"kind": kind}
-    for name in ExportSettings.model_fields.keys() & options.keys():
-        asked[name] = options.pop(name)
-    place = Place(str(directory.maps) if out is None else out, **options)
-    settings = request.check(out)
-    place.check()
-    if settings.phase_a.is_local and teacher is None:
-        say_nothing_to_export(settings, out)
+def run(request: ExportRequest) -> str | None:
+    """Writes a store and returns its path or URL; None for the teacher local, which has none. An
+    unfinished store of the same teacher is continued: its finished shards stay."""
+    settings = request.check()
+    if settings.phase_a.is_local and request.teacher is None:
+        say_nothing_to_export(settings, None if request.is_own_store else request.place.url)
         return None
-    with directory.locked(shared=place.part is not None):
-        return export(partial(request.load, settings, data), place, asked)
+    with request.directory.locked(shared=request.place.part is not None):
+        return export(partial(request.load, settings), request.place, request.asked)
 
 
 def say_nothing_to_export(settings: Settings, out: str | None) -> None:
@@ -138,39 +127,35 @@ def say_nothing_to_export(settings: Settings, out: str | None) -> None:
 def run_model(
     model: str,
     files: Sequence[Path],
-    out: str,
-    kind: str | None = None,
+    place: Place,
+    asked: dict[str, Any],
     *,
-    encoding: str | None = None,
-    k: int | None = None,
     image_size: int | None = None,
     download: bool = False,
-    **how: Any,
 ) -> str:
     """Writes a store of a model's maps of image ``files``, class and register tokens included, and
     returns its path or URL. No run is needed. ``image_size`` is as in
-    :func:`gaupipe.distillation.files.open_model`, the other arguments are those of :func:`run`;
-    ``how`` are those of :class:`Place`."""
-    place = Place(out, **how)
+    :func:`gaupipe.distillation.files.open_model`, ``asked`` as in :class:`ExportRequest`."""
 
     def load() -> TeacherJob[Any]:
         place.check()
-        if kind is not None and kind in MAP_KINDS and not store.KINDS[kind].has_prefix:
+        kind = asked.get("kind")
+        if kind in MAP_KINDS and not store.KINDS[kind].has_prefix:
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
         return open_model(model, files, download, image_size)[0]
 
-    return export(load, place, {"kind": kind, "encoding": encoding, "k": k})
+    return export(load, place, asked)
 
 
-def export(load: Callable[[], TeacherJob[Any]], place: Place, options: dict[str, Any]) -> str:
+def export(load: Callable[[], TeacherJob[Any]], place: Place, asked: dict[str, Any]) -> str:
     """Writes the store of the teacher that ``load`` gives, and returns its URL."""
     job = distributed.main_first(load)
     if not isinstance(job, FilesJob):  # which has no students
         say_what_students_lack(job)
         probe_where_others_are_predicted(job)
-    asked = place.choose(job, options)  # before any rank has begun a store there
+    chosen = place.choose(job, asked)  # before any rank has begun a store there
     ranks.check_same(job.settings, job.data, job.named_sha256())
-    schema = make_schema(job, asked, job.sha256)
+    schema = make_schema(job, chosen, job.sha256)
     with contextlib.ExitStack() as held:
         if distributed.is_main():
             held.enter_context(place.held(job, schema))
@@ -189,10 +174,10 @@ def ensure(
     data: ImageData | None = None,
 ) -> str:
     """The store of a run: as it is if it is complete, else written; of the teacher local none.
-    ``export`` says what is stored; None leaves that to :func:`run`, as for ``augment``."""
+    ``export`` says what is stored; None leaves that to the settings, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
-    options = {} if export is None else export.model_dump(exclude_none=True)
+    asked = {} if export is None else export.model_dump(exclude_none=True)
 
     def is_there() -> bool:
         if directory.settings().phase_a.is_local:
@@ -200,7 +185,7 @@ def ensure(
         if not is_complete(url, directory.teacher_digest()):
             return False
         stored = stored_export(url)
-        for name, value in options.items():
+        for name, value in asked.items():
             if stored is not None and getattr(stored, name) != value:
                 raise UserError(
                     f"{url} already holds a complete store with {name} {getattr(stored, name)}, "
@@ -209,5 +194,5 @@ def ensure(
         return True
 
     if not distributed.from_main(is_there):
-        run(run_dir, out=out, data=data, augment=augment, **options)
+        run(ExportRequest(run_dir, Place(url), asked, augment=augment, data=data))
     return url
