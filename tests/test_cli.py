@@ -202,6 +202,7 @@ ABSENT = {
     "predict RUN absent.png": "absent.png: no such file or folder",
     "predict local-dir:absent photos": "there is no folder absent",
     "inspect absent.zarr": "absent.zarr: no attention-map store",
+    "inspect --run-dir RUN --image 1 --png absent/m.png": "--png absent/m.png: there is no folder",
     "view --run-dir RUN --image 1 --html absent/m.html": "--html absent/m.html: there is no folder",
     "view absent.zarr": "absent.zarr: no attention-map store",
     "view --run-dir RUN --image 1 --html m.txt": "--html m.txt: should be a file whose name ends",

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import tarfile
 
@@ -13,6 +14,7 @@ from arguments import sets
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
+from gaupipe.system.imports import pip_install
 from pictures import photos
 
 datasets = pytest.importorskip("datasets")
@@ -316,5 +318,5 @@ def test_an_edited_archive_is_another_data_set(folder, tmp_path):
 
 def test_without_datasets_one_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'gaupipe\[hfds\]'"):
+    with pytest.raises(UserError, match=re.escape(pip_install("hfds"))):
         load(tmp_path, "hfds/x")

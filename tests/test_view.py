@@ -189,17 +189,21 @@ def test_a_page_of_no_named_image_shows_the_first(small_run, in_process, tmp_pat
     assert shown[0] == shown[1]
 
 
-def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(small_run, tmp_path, in_process):
+@pytest.mark.parametrize("command", [("view", "--html", "o.html"), ("inspect", "--png", "o.png")])
+def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(
+    small_run, tmp_path, in_process, command
+):
     """Nor does it touch a file of the user's, whatever its name."""
+    name, option, out = command
     folder = tmp_path / "out"
     folder.mkdir()
-    for mine in ("o.partial", "o.html.partial"):
+    for mine in ("o.partial", f"{out}.partial"):
         (folder / mine).write_text("mine")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
-        arguments = ("view", small_run / "maps.zarr", "--image", 3, "--html", "o.html")
+        arguments = (name, small_run / "maps.zarr", "--image", 3, option, out)
         code, printed, err = in_process(*arguments, cwd=folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -13,6 +13,7 @@ from gaupipe.data.packed import Images, sources_of
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS
 from gaupipe.system.errors import UserError, one_line
+from gaupipe.system.imports import pip_install
 
 LABEL_COLUMNS = ("label", "fine_label", "labels", "cls", "class")
 """Columns of a table, the likeliest first; ``cls`` is WebDataset's name."""
@@ -75,7 +76,7 @@ def _tables(settings: DataSettings, download: bool) -> dict[str, Any]:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"data.name: {settings.name} needs pip install 'gaupipe[hfds]'") from None
+        raise UserError(f"data.name: {settings.name} needs {pip_install('hfds')}") from None
     name = settings.name.removeprefix(HFDS)
     folder = Path(settings.root or "", name)
     offline = datasets.config.HF_HUB_OFFLINE

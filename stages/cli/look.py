@@ -130,11 +130,14 @@ def inspect(
         ),
     ] = None,
     view: Annotated[int | None, option("--view V", "Stored view, from 0.", "0")] = None,
+    png: Annotated[
+        Path | None, option("--png FILE", "Draw the map over the image, the query's patch framed.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The contents of a store: a summary, or the map of one image.
 
-    Example: `gaupipe inspect --image 7 --layer 1`
+    Example: `gaupipe inspect --image 7 --layer 1 --png map.png`
     """
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
@@ -143,10 +146,12 @@ def inspect(
         maps = stored_maps(run_dir)
     if maps is not None:
         check_maps(maps)
+    if png is not None:
+        check_file("--png", png, ".png")
     with begins(f"inspect: {maps or run_dir}"):
         from stages.look import inspect as stage
 
-    shown = {"layer": layer, "head": head, "query": query, "view": view}
+    shown = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
     options: dict[str, Any] = {key: value for key, value in shown.items() if value is not None}
     if image is None:
         for name, value in ({"student": student} | options).items():

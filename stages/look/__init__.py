@@ -1,1 +1,1 @@
-"""Attention maps of images, looked at in the terminal."""
+"""Attention maps of images, looked at in the terminal and as a picture."""

@@ -14,9 +14,14 @@ from rich.text import Text
 from torch import Tensor
 
 import store
+from gaupipe.data.folder import say_once
+from gaupipe.data.images import FileImages
+from gaupipe.data.splits import utf8
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import check_file
+from stages.look import picture
 from stages.look.colours import colours
-from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps
+from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, photo
 from stages.look.measures import divergence
 from stages.runs.directory import RunDirectory
 
@@ -70,12 +75,15 @@ def attention(
     head: str = "mean",
     query: str | None = None,
     view: int = 0,
+    png: Path | None = None,
 ) -> dict[str, Any]:
     """The map of one training image, block (None is the last), head (or ``mean``) and query (or
     ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), as plain
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
-    a ``student``. ``view`` counts the views that a store may have of an image.
+    a ``student``. ``view`` counts the views that a store may have of an image. ``png`` is a file
+    that the map is drawn to, over the image where the data set can be read.
 
+    ``file`` is there only for an image in a file, and is its path, where the data set can be read.
     ``map`` is a list of h lists of w weights, which all sum to 1. ``gaussian`` is (mean_x, mean_y,
     std_x, std_y) in normalised coordinates where one head and one query are asked for and the store
     holds Gaussians or embeddings. For a student that the run's store fits ``teacher`` is the stored
@@ -84,6 +92,7 @@ def attention(
     maps with class and register tokens, and has their weights. ``no_teacher`` is there only for a
     student without a teacher's map, and says why.
     """
+    target = check_file("--png", png, ".png") if png is not None else None
     maps: StoredMaps | StudentMaps
     if student is None:
         maps = StoredMaps(store.open(_store(url, run_dir)))
@@ -97,7 +106,24 @@ def attention(
     schema = maps.store.schema if maps.store else None
     views = schema.extra.get("views") if schema else None
     _check("--view", view, schema.views if schema else 1, where)
-    return {"image": image} | chosen_map(maps.see(image, views, view), layer, head, query)
+    chosen = chosen_map(maps.see(image, views, view), layer, head, query)
+    shown: dict[str, Any] = {"image": image}
+    taken = None
+    try:
+        data = maps.data
+    except (UserError, OSError) as error:  # the map needs no pixels
+        if target is not None:
+            say_once(f"--png {png}: the map without the image: {error}")
+    else:
+        if isinstance(data.train.source, FileImages):
+            shown["file"] = utf8(data.train.path(image))
+        if target is not None:
+            taken = photo(data, image, views, view)
+    shown |= chosen
+    if target is not None:
+        patch = shown["query"] if isinstance(shown["query"], int) else None
+        picture.draw(np.array(shown["map"]), patch, taken, target)
+    return shown
 
 
 def chosen_map(seen: ImageMaps, layer: int, head: str, query: str | None) -> dict[str, Any]:
@@ -151,6 +177,8 @@ def heat_map(shown: dict[str, Any]) -> Group:
     if shown["teacher"] is not None:
         most = max(most, float(np.max(shown["teacher"])))
     title = f"image {shown['image']}"
+    if "file" in shown:
+        title += f" ({shown['file']})"
     if shown["label"] is not None:
         title += f", label {shown['label']}"
     if shown["predicted"] is not None:
