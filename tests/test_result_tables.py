@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 from stages.compare.measures import difference
 
 ROOT = Path(__file__).parents[1]
-
-KEYS = {"command", "commit", "data", "images", "epochs", "seed", "core_seconds"}
+DATA = ROOT / "docs" / "results" / "data"
+KEYS = {"command", "commit", "data", "images", "epochs", "seed", "val", "core_seconds"}
 
 
 @pytest.fixture
@@ -78,11 +79,35 @@ def test_a_table_leaves_out_empty_columns_and_rows_of_too_few_seeds(collect):
     ]
 
 
-def test_raw_files_are_lists_of_whole_trainings():
-    for path in sorted((ROOT / "docs" / "results" / "data").glob("*.json")):
-        trainings = json.loads(path.read_text())
-        if path.name == "benchmarks.json" or isinstance(trainings, dict):
-            continue
-        for training in trainings:
-            missing = KEYS - training.keys()
-            assert not missing, f"{path.name}, {training.get('name')}: {missing} is missing"
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.name)
+def test_raw_files_are_lists_of_entries_with_all_keys(path):
+    """Measurements of time and memory have a title, and no accuracy; trainings have a name."""
+    measured = path.name in ("benchmarks.json", "scale.json")
+    for entry in json.loads(path.read_text()):
+        name = entry["title" if measured else "name"]
+        missing = KEYS - entry.keys()
+        assert not missing, f"{name}: {missing} is missing"
+        assert entry["command"] and re.fullmatch("[0-9a-f]{7,40}", entry["commit"]), name
+        assert entry["data"], name
+        assert not measured or entry["val"] is None, name
+
+
+def test_the_page_of_stores_says_what_was_measured():
+    entries = json.loads((DATA / "scale.json").read_text())
+    page = (ROOT / "docs" / "store.md").read_text()
+    stores = [entry for entry in entries if entry["title"] == "a store of many images"]
+    for entry in stores:
+        steps = entry["steps"]
+        cells = [
+            f"{entry['images']:,}",
+            f"{steps['open']['processor_seconds']:.1f} s",
+            f"{steps['100 batches']['rss_anon_mb']:.0f} MB",
+            f"{steps['400 batches']['rss_anon_mb']:.0f} MB",
+            f"{steps['400 batches']['processor_seconds']:.1f} s",
+            f"{steps['verify']['processor_seconds']:.1f} s",
+        ]
+        assert f"| {' | '.join(cells)} |" in page
+    assert len(stores) == 3
+    [exported] = [entry for entry in entries if entry["title"] == "12,800 images exported"]
+    assert f"| seconds of the processor | | {exported['core_seconds']} |" in page
+    assert f"| files | 131 | {exported['measured']['files']} |" in page
