@@ -130,7 +130,9 @@ async function load(push = true) {
 /** The maps of a state, those that they are compared with, and the picture. */
 async function fetched(state) {
   const asked = [source.image(state), app.pixelsReady ? loadPicture(source.pixels(state)) : null];
-  if (state.head === "gradient") source.relevance(state).catch(() => {}); // explain waits for it
+  if (state.head === "gradient" && app.own?.header.explains) {
+    source.relevance(state).catch(() => {}); // explain waits for it
+  }
   const [{ header, arrays }, picture] = await Promise.all(asked);
   const own = new Maps(header, arrays);
   if (!arrays.teacher) return [own, null, picture];
