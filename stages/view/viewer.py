@@ -360,7 +360,7 @@ class Viewer:
         if split not in sizes:
             raise UserError(f"split {split}: there is {' and '.join(sizes)}")
         if not 0 <= image < sizes[split]:
-            where = "the store has" if self.stored and split == "train" else f"{split} has"
+            where = "the store has" if self.stored and split == "train" else "there are"
             raise UserError(f"image {image}: {where} 0 to {sizes[split] - 1}")
         views = self.schema.views if self.schema and split == "train" else 1
         if not 0 <= view < views:
