@@ -519,8 +519,8 @@ def test_each_control_does_what_it_says(page):
 EXPLAINED = """() => {
   const groups = ".control, .choices, figure, #go, .buttons.end, #heads-card";
   const controls = [...document.querySelectorAll("button, select, input, canvas[tabindex]")];
-  const said = (group) =>
-    [...group?.querySelectorAll("small, figcaption") ?? []].some((part) => part.textContent.length > 10);
+  const sentences = (group) => [...group?.querySelectorAll("small, figcaption") ?? []];
+  const said = (group) => sentences(group).some((part) => part.textContent.length > 10);
   return controls.filter((part) => !part.closest("dialog, [hidden]")).map((part) => {
     const pictured = part.matches(".icon, .thumb"); // what these do is their title
     const group = part.closest(part.matches(".segments *") ? ".control" : groups);
