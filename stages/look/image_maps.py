@@ -240,7 +240,7 @@ class LiveMaps:
     ) -> tuple[Batch, Traced]:
         """The image, or a view of it, and the model's pass on it. The latest is kept: its maps and
         its relevance are asked for one after the other."""
-        asked = image, view, split
+        asked = image, views, view, split
         if self._latest is None or self._latest[0] != asked:
             self._latest = None  # frees its memory first
             batch = self.batch(image, views, view, split)
