@@ -12,22 +12,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
 import store
 from arguments import tiny
+from gaupipe.distillation.files import open_model
 from gaupipe.distillation.kinds import MAP_KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
+from gaupipe.models import save_student
 from gaupipe.settings.load import load
 from gaupipe.teachers.gaussian import Decoder
 from gaupipe.training.scores import predictions
 from stages.look import inspect
 from stages.look.image_maps import StoredMaps, images_of
 from stages.run import run as run_all
-from stages.view.serve import open_viewer
+from stages.view.serve import model_viewer, open_viewer
 from stores import make_arrays, make_schema, random_maps, write_store
 from viewing import Page, serving
+from vits import randomised
 
 KINDS = {
     "gaussian": dict(kind="gaussian"),
@@ -331,6 +335,68 @@ def test_a_phone(browser, shared):
     phone.page.close()
 
 
+OVERLAPS = """() => {
+  const titles = "#grid .label, #heads-card h2, #heads-card label, #charts b, #charts .at";
+  const said = [...document.querySelectorAll(titles)].filter((part) => part.textContent);
+  const boxes = said.map((part) => {
+    const range = document.createRange(); // of the text, which may be wider than its box
+    range.selectNodeContents(part);
+    const { left, right, top, bottom } = range.getBoundingClientRect();
+    return { text: part.textContent, left, right, top: top + 3, bottom: bottom - 3 };
+  });
+  const across = (a, b) => a.left < b.right && b.left < a.right;
+  const meet = (a, b) => across(a, b) && a.top < b.bottom && b.top < a.bottom;
+  return boxes.flatMap((a, i) =>
+    boxes.slice(i + 1).filter((b) => meet(a, b)).map((b) => `${a.text} over ${b.text}`));
+}"""
+WIDTHS = (1440, 1024)
+
+
+def test_headings_of_twelve_blocks_and_three_heads_do_not_overlap(browser, tmp_path):
+    sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=12, num_heads=3, num_classes=3)
+    model = randomised(timm.create_model("vit_tiny_patch16_224", **sizes))
+    save_student(model, tmp_path / "model", mean=(0.5,) * 3, std=(0.5,) * 3)
+    Image.new("RGB", (40, 40)).save(tmp_path / "photo.png")
+    job, _ = open_model(str(tmp_path / "model"), [tmp_path / "photo.png"], to_look=True)
+    with serving(model_viewer(job)) as address:
+        page = Page(browser, address)
+        page.open()
+        assert page.page.locator("#grid .label").count() == 1 + 6 + 12
+        for width in WIDTHS:
+            page.page.set_viewport_size({"width": width, "height": 800})
+            assert page.page.evaluate(OVERLAPS) == [], width
+            assert page.page.evaluate("document.documentElement.scrollWidth") == width
+        page.page.evaluate(
+            "document.querySelectorAll('.label').forEach(part => part.style.fontSize = '40px')"
+        )
+        assert page.page.evaluate(OVERLAPS)  # where there are some they are found
+        page.page.close()
+
+
+def test_a_student_beside_the_teacher_fills_the_page(page):
+    """Two pictures as wide as their column, and no column that ends half way down the other."""
+    page.open("image=3&layer=1&head=1&query=6&student=standard")
+    for width in WIDTHS:
+        page.page.set_viewport_size({"width": width, "height": 800})
+        panes, stage, side = (
+            page.page.locator(part).bounding_box() for part in ("#panes", "#stage", ".side")
+        )
+        left, right = (page.page.locator("#panes figure").nth(n).bounding_box() for n in (0, 1))
+        assert left["y"] == right["y"]
+        assert right["x"] + right["width"] - left["x"] > 0.9 * panes["width"], width
+        assert 0.5 < stage["height"] / side["height"] < 2, width
+    page.page.set_viewport_size({"width": 1280, "height": 800})
+
+
+def test_a_banner_wraps_on_a_phone(page):
+    page.page.set_viewport_size({"width": 390, "height": 844})
+    page.open(f"image=3&student={'nobody' * 20}")
+    banner = page.page.locator("#banner").bounding_box()
+    assert page.page.evaluate("document.documentElement.scrollWidth") == 390
+    assert banner["x"] + banner["width"] <= 390 and banner["height"] > 60  # three lines
+    page.page.set_viewport_size({"width": 1280, "height": 800})
+
+
 @pytest.mark.parametrize("scheme,width", [("light", 1280), ("dark", 390)])
 def test_a_run_without_a_store_shows_its_students(browser, run, tmp_path, scheme, width):
     """On the validation images, in the order of the student's mistakes."""
@@ -446,11 +512,30 @@ def test_each_control_does_what_it_says(page):
     page.page.click("#help button")
     page.open("image=3&layer=1&head=1&query=6")
     assert page.page.locator("#panes ellipse").count() == 3  # a line and what sets it off
-    hints = page.page.evaluate(
-        "[...document.querySelectorAll('.control, #charts figure, #go, .choices, .buttons.end')]"
-        ".map(part => part.querySelector('small')?.textContent.trim().length ?? 0)"
-    )
-    assert len(hints) > 9 and min(hints) > 10  # a sentence at every control and figure
+
+
+EXPLAINED = """() => {
+  const groups = ".control, .choices, figure, #go, .buttons.end, #heads-card";
+  const controls = [...document.querySelectorAll("button, select, input, canvas[tabindex]")];
+  const sentences = (group) => [...group?.querySelectorAll("small, figcaption") ?? []];
+  const said = (group) => sentences(group).some((part) => part.textContent.length > 10);
+  return controls.filter((part) => !part.closest("dialog, [hidden]")).map((part) => {
+    const pictured = part.matches(".icon, .thumb"); // what these do is their title
+    const group = part.closest(part.matches(".segments *") ? ".control" : groups);
+    const explained = pictured ? part.title : said(group);
+    return [part.id || part.textContent || part.className, Boolean(explained)];
+  });
+}"""
+
+
+def test_every_control_has_a_sentence(page):
+    """Also those of the header, of a student beside a teacher, and of a store of views."""
+    page.open("image=3&layer=1&head=gradient&query=6&student=standard")
+    page.page.evaluate("document.querySelector('#view-choice').hidden = false")
+    controls = page.page.evaluate(EXPLAINED)
+    assert [name for name, explained in controls if not explained] == []
+    everywhere = {"student", "view", "Teacher", "is read by", "explain", "order", "go-to", "png"}
+    assert {name for name, _ in controls} >= everywhere
 
 
 def test_an_order_opens_its_first_image(page, run):

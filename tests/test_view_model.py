@@ -20,8 +20,7 @@ from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import run_blocks
 from stages.runs import resources
 from stages.view.page import write_page
-from stages.view.serve import live_teacher, open_viewer
-from stages.view.viewer import Viewer
+from stages.view.serve import model_viewer, open_viewer
 from viewing import Page, serving, unpacked
 from vits import eager_maps, randomised
 
@@ -56,7 +55,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def viewer(pictures, model):
     job, note = open_model(model, [pictures], to_look=True)
-    return Viewer(model, {model: lambda _: live_teacher(job)}, data=job.data, note=note)
+    return model_viewer(job, note)
 
 
 def inputs(pictures, name):
@@ -133,7 +132,7 @@ def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):
 
 def test_a_model_without_classes_has_a_page(pictures, browser, tmp_path):
     job, _ = open_model(saved(tmp_path, num_classes=0), [pictures], to_look=True)
-    with serving(Viewer("x", {"x": lambda _: live_teacher(job)}, data=job.data)) as address:
+    with serving(model_viewer(job)) as address:
         page = Page(browser, f"{address}/")
         page.open("image=1&head=1")
         shown = json.loads(page.saved("#json"))
@@ -262,4 +261,4 @@ def test_a_file_that_is_no_image_is_refused_by_name(tmp_path, model):
     (tmp_path / "broken.png").write_bytes(b"no image")
     job, _ = open_model(model, [tmp_path / "broken.png"], to_look=True)
     with pytest.raises(UserError, match=r"broken\.png: not readable"):
-        live_teacher(job).see(0)
+        model_viewer(job).model("").see(0)

@@ -179,7 +179,7 @@ def test_lengths_of_values_are_those_of_the_model(viewer, folder):
     live = viewer.model("")
     made = []
     hook = live.model.blocks[1].attn.qkv.register_forward_hook(
-        lambda _module, _inputs, output: made.append(output)
+        lambda _module, _inputs, output: made.append(output.detach())
     )
     seen = live.see(1)
     hook.remove()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,6 +139,52 @@ def capture(
         raise UserError(f"block {missing[0]}: the model has {captured.calls} attention layers")
 
 
+@dataclass(frozen=True)
+class Traced:
+    """A forward pass of a ViT from which the relevance for any class can be computed.
+
+    logits  [B, C] of the images, or features of a model without classes
+    maps    of the model's first attentions [B, H, T, T] float32, those of its blocks
+    values  of the same attentions [B, H, T, d_m], what their maps weigh
+    """
+
+    logits: Tensor
+    maps: list[Tensor]
+    values: list[Tensor]
+
+    def rollout(self, classes: Tensor) -> Tensor:
+        """:func:`gradient_rollout` for one class of each image, int64 [B]."""
+        chosen = self.logits.gather(1, classes[:, None]).sum()
+        gradients = torch.autograd.grad(chosen, self.maps, retain_graph=True)  # for other classes
+        identity = torch.eye(self.maps[0].shape[-1], device=classes.device)
+        relevance = identity
+        steps = []
+        for map, gradient in zip(self.maps, gradients, strict=True):
+            weighted = (map.detach() * gradient).clamp_min(0).mean(1)  # [B, T, T]
+            relevance = relevance + weighted @ relevance
+            steps.append(relevance - identity)
+        return torch.stack(steps, 1)
+
+
+def trace(model: nn.Module, images: Tensor, blocks: int) -> Traced:
+    """The forward pass of a ViT on images [B, channels, height, width], as the model takes them,
+    with the maps and values of its first ``blocks`` attentions. Raises ValueError for attention
+    that is not fused."""
+    maps: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def see(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        maps.append(attention_map(query, key, value, *args, **kwargs))
+        values.append(value)
+        return maps[-1].to(value.dtype) @ value
+
+    with torch.enable_grad(), AttentionReader(see):
+        logits = model(images.detach().clone().requires_grad_())  # so that maps have gradients
+    if len(maps) < blocks:
+        raise ValueError(f"{blocks - len(maps)} blocks do not use fused attention")
+    return Traced(logits, maps[:blocks], values[:blocks])
+
+
 def gradient_rollout(model: nn.Module, images: Tensor, classes: Tensor, blocks: int) -> Tensor:
     """The relevance of each token for each token of a ViT, for one class of each image.
 
@@ -150,26 +197,7 @@ def gradient_rollout(model: nn.Module, images: Tensor, classes: Tensor, blocks: 
     heads of (dlogit/dA * A)+ times R, with the attention map A of the block. Raises ValueError for
     attention that is not fused.
     """
-    maps: list[Tensor] = []
-
-    def see(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        maps.append(attention_map(query, key, value, *args, **kwargs))
-        return maps[-1].to(value.dtype) @ value
-
-    with torch.enable_grad(), AttentionReader(see):
-        logits = model(images.detach().clone().requires_grad_())  # so that maps have gradients
-        chosen = logits.gather(1, classes[:, None]).sum()
-    if len(maps) < blocks:
-        raise ValueError(f"{blocks - len(maps)} blocks do not use fused attention")
-    maps = maps[:blocks]
-    gradients = torch.autograd.grad(chosen, maps)
-    relevance = torch.eye(maps[0].shape[-1], device=images.device)
-    steps = []
-    for map, gradient in zip(maps, gradients, strict=True):
-        weighted = (map.detach() * gradient).clamp_min(0).mean(1)  # [B, T, T]
-        relevance = relevance + weighted @ relevance
-        steps.append(relevance - torch.eye(relevance.shape[-1], device=images.device))
-    return torch.stack(steps, 1)
+    return trace(model, images, blocks).rollout(classes)
 
 
 def _number_of_blocks(model: Any) -> int | None:

@@ -32,9 +32,8 @@ from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
-from gaupipe.vit.attention_maps import AttentionReader
-from gaupipe.vit.capture import gradient_rollout
-from gaupipe.vit.forward import forward_with_maps
+from gaupipe.vit.attention_maps import use_fused_attention
+from gaupipe.vit.capture import Traced, trace
 from stages.runs.directory import RunDirectory
 from stages.runs.students import recorded_store
 from stages.runs.trained import load_student, open_maps
@@ -43,9 +42,6 @@ CPU = torch.device("cpu")
 Crop = tuple[float, float, float, float]
 """Part of a picture: left, top, right and bottom in shares of its width and height."""
 WHOLE: Crop = (0.0, 0.0, 1.0, 1.0)
-Forward = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
-"""Images [B, channels, height, width] -> logits [B, C] and for each block the map [B, H, P + T,
-P + T]."""
 
 
 @dataclass
@@ -187,17 +183,18 @@ def drawn(views: dict[str, Any]) -> Augment:
 class LiveMaps:
     """A ViT whose attention to the images of a data set is computed when it is asked for."""
 
-    def __init__(self, name: str, model: Any, data: ImageData, forward: Forward) -> None:
+    def __init__(self, name: str, model: Any, data: ImageData) -> None:
+        use_fused_attention(model)
         self.name = name
         self.model = model
         self.data = data
-        self.forward = forward
         self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
         self.layers = len(model.blocks)
         self.prefix: int = getattr(model, "num_prefix_tokens", 0)
         self.labelled = not isinstance(data.train.source, PreparedImages)
         self.explains = bool(model.num_classes)
         """Whether there is a :meth:`relevance`."""
+        self._latest: tuple[object, Batch, Traced] | None = None
 
     @property
     def images(self) -> int:
@@ -209,45 +206,50 @@ class LiveMaps:
         """The attention to an image or, with ``views``, to that ``view`` of it.
 
         ``views`` says how views are drawn, as a store of views does in its schema's extra["views"].
+        Raises UserError for attention that is not finite.
         """
-        return self.seen(self.batch(image, views, view, split))
-
-    def seen(self, batch: Batch) -> ImageMaps:
-        """The attention to the image of a batch."""
-        values: list[Tensor] = []
-
-        def length(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> None:
-            values.append(value[0].norm(dim=-1))  # [H, P + T]
-
-        with torch.inference_mode(), AttentionReader(length):
-            logits, maps = self.forward(batch.images)
-            if not values:  # a student's maps are computed without fused attention
-                self.model(batch.images)
+        batch, traced = self.traced(image, views, view, split)
+        maps = [block[0].detach() for block in traced.maps]
+        values = [block[0].detach().norm(dim=-1) for block in traced.values]  # [H, P + T]
+        if not all(block.sum().isfinite() for block in maps):
+            raise UserError(f"{self.name}: its attention has numbers that are not finite")
         seen = ImageMaps(
             grid=self.grid,
-            map=lambda layer: maps[layer][0],
+            map=maps.__getitem__,
             label=int(batch.labels[0]) if self.labelled else None,
-            logits=logits[0] if self.model.num_classes else None,
+            logits=traced.logits[0].detach() if self.model.num_classes else None,
             prefix=self.prefix,
             by=self.name,
         )
-        if [value.shape for value in values] == [block.shape[1:3] for block in maps]:
+        if [value.shape for value in values] == [block.shape[:2] for block in maps]:
             seen.values = torch.stack(values)
         return seen
 
     def relevance(self, target: int | None, image: int, *which: Any) -> tuple[int, Tensor]:
         """A class, by default the predicted one, and the gradient-weighted rollout [L, P + T, P +
-        T] for it (:func:`gaupipe.vit.capture.gradient_rollout`). ``which`` as in :meth:`see`."""
-        images = self.batch(image, *which).images
+        T] for it (:meth:`gaupipe.vit.capture.Traced.rollout`). ``which`` as in :meth:`see`."""
+        _, traced = self.traced(image, *which)
         if target is None:
-            target = int(self.model(images).argmax())
+            target = int(traced.logits.argmax())
         if target >= self.model.num_classes:
             raise UserError(f"class {target}: {self.name} has {self.model.num_classes} classes")
-        try:
-            rollout = gradient_rollout(self.model, images, torch.tensor([target]), self.layers)
-        except ValueError as error:
-            raise UserError(f"{self.name}: {error}") from None
-        return target, rollout[0]
+        return target, traced.rollout(torch.tensor([target]))[0]
+
+    def traced(
+        self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
+    ) -> tuple[Batch, Traced]:
+        """The image, or a view of it, and the model's pass on it. The latest is kept: its maps and
+        its relevance are asked for one after the other."""
+        asked = image, views, view, split
+        if self._latest is None or self._latest[0] != asked:
+            self._latest = None  # frees its memory first
+            batch = self.batch(image, views, view, split)
+            try:
+                traced = trace(self.model, batch.images, self.layers)
+            except ValueError as error:
+                raise UserError(f"{self.name}: {error}") from None
+            self._latest = asked, batch, traced
+        return self._latest[1:]
 
     def predictions(self, split: str) -> Iterator[tuple[Tensor, Tensor]]:
         """(logits [B, C], labels [B]) of all images of a split, a part at a time."""
@@ -280,12 +282,7 @@ class StudentMaps(LiveMaps):
         model = student.model
         if data is None:
             data = run.load_data(settings)
-
-        def forward(images: Tensor) -> tuple[Tensor, list[Tensor]]:
-            logits, log_maps = forward_with_maps(model, images)
-            return logits, [block.exp() for block in log_maps]
-
-        super().__init__(student.name, model, data, forward)
+        super().__init__(student.name, model, data)
         self.explains = settings.model.attention != "gaussian"
         self.store = open_maps(student, data)
         learned = student.distilled and recorded_store(student.folder) is None
@@ -298,13 +295,13 @@ class StudentMaps(LiveMaps):
 
     def see(self, image, views=None, view=0, split="train") -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""
-        batch = self.batch(image, views, view, split)
-        seen = self.seen(batch)
+        seen = super().see(image, views, view, split)
         seen.no_teacher = self.no_teacher(views, split)
         if seen.no_teacher is None:  # whose maps are from patches to patches
             whole = [seen.map(layer)[None] for layer in range(self.layers)]
             maps = [without_prefix(block, seen.prefix)[0][0] for block in whole]
             seen.map = maps.__getitem__
+            batch, _ = self.traced(image, views, view, split)
             seen.teacher = self._teacher(batch, image, view, maps)
             if seen.values is not None:
                 seen.values = seen.values[..., seen.prefix :]

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 import store
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.files import FilesJob, images_of, open_model
@@ -88,19 +86,8 @@ def model_viewer(job: FilesJob, note: str = "") -> Viewer:
         return images_of(job.images, job.data.num_classes, files=files)
 
     name = job.teacher.name
-    models: dict[str, Load] = {name: lambda _: live_teacher(job)}
+    models: dict[str, Load] = {name: lambda _: LiveMaps(name, job.teacher.model, job.data)}
     return Viewer(name, models, data=job.data, note=note, extend=extend)
-
-
-def live_teacher(job: FilesJob) -> LiveMaps:
-    """The maps of a model on image files, computed when they are asked for."""
-    teacher = job.teacher
-
-    def forward(images: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        logits, attention = teacher.forward_with_maps(images)
-        return logits, attention.blocks
-
-    return LiveMaps(teacher.name, teacher.model, job.data, forward)
 
 
 def open_viewer(

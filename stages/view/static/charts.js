@@ -3,6 +3,17 @@
 import { $, make } from "./dom.js";
 import { called, NUMBERS } from "./facts.js";
 
+/** Labels at multiples of 1, 2 or 5 times a power of ten: all that a library for axes would save. */
+function ticks(most) {
+  const power = 10 ** Math.floor(Math.log10(most / 2));
+  const step = [5, 2, 1].map((digit) => digit * power).find((size) => size <= most / 2);
+  return Array.from({ length: Math.floor(most / step + 1e-6) + 1 }, (_, i) => {
+    const label = make("span", { className: "at" }, Number((i * step).toPrecision(2)));
+    label.style.bottom = `${(100 * i * step) / most}%`;
+    return label;
+  });
+}
+
 /** One chart: dots at shares of its width and height, each a button that chooses its head. */
 function chart({ name, title, unit, meaning }, { layers, heads }, value, idle) {
   const places = Array.from({ length: layers * heads }, (_, i) => [Math.floor(i / heads), i % heads]);
@@ -18,10 +29,7 @@ function chart({ name, title, unit, meaning }, { layers, heads }, value, idle) {
     dot.style.bottom = `${(100 * value(layer, head)) / most}%`;
     return dot;
   });
-  const ends = [["most", most.toPrecision(2)], ["least", "0"]].map(([className, text]) =>
-    make("span", { className }, text),
-  );
-  const plot = make("div", { className: "plot", role: "group", ariaLabel: title }, ...ends, ...dots);
+  const plot = make("div", { className: "plot", role: "group", ariaLabel: title }, ...ticks(most), ...dots);
   const caption = make("figcaption", {}, make("b", {}, title), ` ${unit}`);
   const blocks = make("div", { className: "blocks" }, make("span", {}, "block 0"), make("span", {}, layers - 1));
   return [make("figure", { id: `chart-${name}` }, caption, plot, blocks, make("small", {}, meaning))];

@@ -130,6 +130,9 @@ async function load(push = true) {
 /** The maps of a state, those that they are compared with, and the picture. */
 async function fetched(state) {
   const asked = [source.image(state), app.pixelsReady ? loadPicture(source.pixels(state)) : null];
+  if (state.head === "gradient" && app.own?.header.explains) {
+    source.relevance(state).catch(() => {}); // explain waits for it
+  }
   const [{ header, arrays }, picture] = await Promise.all(asked);
   const own = new Maps(header, arrays);
   if (!arrays.teacher) return [own, null, picture];
@@ -158,22 +161,17 @@ async function complete(mine) {
     const state = { ...app.state, image: item.id, view: 0 };
     try {
       const [beside] = await fetched(state);
-      if (mine === loads && beside.header.explains) await source.relevance(explained(state, beside));
+      if (mine === loads && beside.header.explains) await source.relevance(state);
     } catch {
       return; // who opens that image is told
     }
   }
 }
 
-/** The state with the class that is explained: without a choice that which is predicted. */
-function explained(state, { header }) {
-  return { ...state, explain: state.explain < 0 ? header.predicted : state.explain };
-}
-
 /** Gets the relevance for the class that is explained. */
 async function explain(own) {
   try {
-    const { header, arrays } = await source.relevance(explained(app.state, own));
+    const { header, arrays } = await source.relevance(app.state);
     own.relevance = arrays.relevance;
     own.relevanceClass = header.class;
   } catch (error) {

@@ -9,8 +9,7 @@ export function unpack(buffer) {
   const header = JSON.parse(new TextDecoder().decode(buffer.slice(4, at)));
   const arrays = {};
   for (const [name, [dtype, shape, bytes]] of Object.entries(header.arrays)) {
-    const stored = new TYPES[dtype](buffer.slice(at, at + bytes));
-    arrays[name] = { shape, values: new Float32Array(stored) };
+    arrays[name] = { shape, values: new TYPES[dtype](buffer.slice(at, at + bytes)) };
     at += bytes;
   }
   return { header, arrays };
@@ -71,8 +70,9 @@ class Server {
   }
 
   relevance(state) {
+    const label = state.explain < 0 ? "" : state.explain; // none: the predicted class
     const what = asked(state, "view", "split", "student");
-    return this.message(`api/relevance/${state.image}?class=${state.explain}&${what}`);
+    return this.message(`api/relevance/${state.image}?class=${label}&${what}`);
   }
 
   pixels({ image, view, split }, side = 1600) {
