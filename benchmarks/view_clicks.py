@@ -151,7 +151,8 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in (START, OPEN, *CLICKS)}
     for _ in range(arguments.rounds):
         one_round(arguments, times)
-    clock_rows, processor_rows = [], []
+    clock_rows: list[list[object]] = []
+    processor_rows: list[list[object]] = []
     for name, of_click in times.items():
         aim = AIMS.get(name, "150")
         said = []

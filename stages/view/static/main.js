@@ -154,6 +154,7 @@ async function complete(mine) {
     await explain(own);
     if (mine === loads) render();
   }
+  await new Promise((drawn) => setTimeout(drawn, 50)); // the server shares this picture's processor
   for (const step of [1, -1]) {
     const item = gallery.beside(step);
     if (mine !== loads || source.offline) return;
