@@ -142,7 +142,8 @@ def line(model: str, metrics: list[EpochMetrics], folder: Path, val_images: int)
 def table(lines: Sequence[Line], title: str) -> Table:
     """The summary of :func:`run` for the terminal."""
     interval = f"validation acc. with its 95 % interval of {lines[0].val_images:,} images"
-    shown = Table(box=None, pad_edge=False, title=title, caption=interval)
+    # one space between columns, for a table with sizes to fit a terminal of 80 columns
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=title, caption=interval)
     shown.title_justify = shown.caption_justify = "left"
     sized = lines[0].parameters is not None
     columns = ["", "epochs", "train acc.", "validation acc.", "seconds"]
