@@ -44,7 +44,7 @@ MOST_EPOCHS = 90
 FEW_IMAGES = 10_000
 """Training images below which a pretrained ViT is offered before one from the start."""
 RANDAUGMENT_IMAGES = 1_000
-"""Training images below which RandAugment gains: 5.5 points with 600 of CIFAR-10, nothing with
+"""Training images below which RandAugment gains: 5.4 points with 600 of CIFAR-10, nothing with
 3,000 (docs/results/data/few.json, labels.json)."""
 PRETRAINED = "deit_tiny_patch16_224.fb_in1k"
 FINE_TUNING_EPOCHS = 10
