@@ -153,20 +153,20 @@ def main() -> None:
         one_round(arguments, times)
     clock_rows: list[list[object]] = []
     processor_rows: list[list[object]] = []
-    for name, of_click in times.items():
+    for name, measured in times.items():
         aim = AIMS.get(name, "150")
         said = []
         for measure, rows, values in zip(
             ("clock", "processor"),
             (clock_rows, processor_rows),
-            zip(*of_click, strict=True),
+            zip(*measured, strict=True),
             strict=True,
         ):
             record(f"view, {name}, {measure}, ms", values)
             median = statistics.median(values)
             rows.append([name, round(median), aim])
             said.append(f"{measure} {median:.0f} [{min(values):.0f}, {max(values):.0f}]")
-        print(f"{name}: {', '.join(said)} ms, {len(of_click)} times", file=sys.stderr)
+        print(f"{name}: {', '.join(said)} ms, {len(measured)} times", file=sys.stderr)
     made = {
         "command": shlex.join(["python", "benchmarks/view_clicks.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),

@@ -46,8 +46,7 @@ def report(
         runs = row["runs"]
         row["at"] = [goal | first_passages(runs, reference["runs"], **goal) for goal in goals]
         if row is not reference:
-            pairs = zip(runs, reference["runs"], strict=True)
-            over_reference[row["row"]] = [_accuracy(run) - _accuracy(other) for run, other in pairs]
+            over_reference[row["row"]] = _seed_by_seed(runs, reference["runs"])
         if row not in baselines:
             values = _above(row, baselines)
             if None not in values:
@@ -103,13 +102,18 @@ def _over_controls(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     if student is None:
         return {}
     return {
-        control: [
-            _accuracy(run) - _accuracy(other)
-            for run, other in zip(runs[student], runs[control], strict=True)
-        ]
+        control: _seed_by_seed(runs[student], runs[control])
         for control in CONTROLS
         if control in runs
     }
+
+
+def _seed_by_seed(
+    runs: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Seed by seed, the final accuracy of one row minus that of another."""
+    pairs = zip(runs, others, strict=True)
+    return [_accuracy(run) - _accuracy(other) for run, other in pairs]
 
 
 def _above(row: dict[str, Any], baselines: Sequence[dict[str, Any]]) -> list[Any]:

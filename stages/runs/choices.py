@@ -139,10 +139,7 @@ def choose(
     _choose_training(choices, images, epochs)
     query_bytes = 2 * max(8, tokens // 4)  # in a store of a quarter of the keys
     view_bytes = images * tokens * maps * query_bytes
-    _choose_augmentation(choices, facts.counts, size, view_bytes)
-    if images < RANDAUGMENT_IMAGES and choices.given("phase_a.teacher") == "local":
-        reason = "one operation on each image, because there are few"
-        choices.choose("augment.randaugment", {"ops": 1, "magnitude": 6.0}, reason)
+    _choose_augmentation(choices, images, facts.counts, size, view_bytes)
     return choices
 
 
@@ -301,9 +298,10 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
 
 
 def _choose_augmentation(
-    choices: Choices, classes: Iterable[str], size: int, view_bytes: int
+    choices: Choices, images: int, classes: Iterable[str], size: int, view_bytes: int
 ) -> None:
-    """Chooses flips and shifts, and maps of views where shifts would move those of the images."""
+    """Chooses flips and shifts, RandAugment for few images, and maps of views where shifts would
+    move those of the images."""
     _choose_flip(choices, classes)
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
@@ -321,6 +319,9 @@ def _choose_augmentation(
     if is_trained(teacher):
         reason = "a quarter of each query's keys, those with the largest attention"
         choices.choose("export.kind", "topk", reason)
+    if teacher == "local" and images < RANDAUGMENT_IMAGES:
+        reason = "one operation on each image, because there are few"
+        choices.choose("augment.randaugment", {"ops": 1, "magnitude": 6.0}, reason)
 
 
 def fine_tuning(folder: Path) -> list[str]:
