@@ -1,7 +1,7 @@
 """Where the processor's time of a training step goes, operation by operation.
 
     python benchmarks/operations.py --students standard,belief2,belief_star --tokens 64,196
-    python benchmarks/operations.py --students standard --local      also phase B, the teacher local
+    python benchmarks/operations.py --students standard --maps local,gaussian,topk    also phase B
 
 Each operation that torch executes is timed by the processor's clock of its thread, which, unlike
 torch.profiler's, does not count other programs; steps of all contenders take turns, and the table
@@ -14,18 +14,24 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import tempfile
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import timm
 import torch
-from phase_b import SIZES
+from phase_b import SIZES, write_store
 from timing import record
+from timm.models.vision_transformer import VisionTransformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
+from gaupipe.distillation.kinds import MAP_KINDS, StoredAttention
 from gaupipe.distillation.local import LocalMaps
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps
 from gaupipe.distillation.store_choice import MapShape
@@ -61,7 +67,7 @@ def main() -> None:
     )
     parser.add_argument("--students", default="standard,belief_star,belief2")
     parser.add_argument("--tokens", default="64,196", help="of " + ", ".join(map(str, SIZES)))
-    parser.add_argument("--local", action="store_true", help="phase B with the teacher local")
+    parser.add_argument("--maps", default="", help="also phase B: local, or kinds of stores")
     parser.add_argument("--class-token", action="store_true")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
@@ -76,7 +82,7 @@ def main() -> None:
 
 
 def steps_of(key: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Callable]:
-    """The plain step of a student and, with ``local``, that with L_feat."""
+    """The plain step of a student, and one with L_feat for each kind of ``maps``."""
     torch.manual_seed(0)
     sizes = dict(SIZES[tokens])
     if arguments.class_token:
@@ -86,24 +92,38 @@ def steps_of(key: str, tokens: int, arguments: argparse.Namespace) -> dict[str, 
     batch = arguments.tokens_per_batch // tokens
     images = torch.randn(batch, 3, *model.patch_embed.img_size)
     labels = torch.randint(0, 10, (batch,))
+    layers = list(range(len(model.blocks)))
+    with_loss = FeatureLoss(model)
 
     def update(loss: torch.Tensor) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    steps = {key: lambda: update(hard_loss(model(images), labels))}
-    if arguments.local:
-        maps = LocalMaps(MapShape.of(model), [0.8, 2.0] * 6)
-        teacher = TeacherMaps(maps, list(range(len(model.blocks))), maps.grid)
-        with_loss = FeatureLoss(model)
+    def distil(attention_of_batch: Callable[[], StoredAttention]) -> None:
+        maps = attention_of_batch()
+        logits, feature = with_loss(images, TeacherMaps(maps, layers, maps.grid))
+        update(hard_loss(logits, labels) + feature)
 
-        def distil() -> None:
-            logits, feature = with_loss(images, teacher)
-            update(hard_loss(logits, labels) + feature)
-
-        steps[f"{key}, local"] = distil
+    steps: dict[str, Callable[[], object]] = {key: lambda: update(hard_loss(model(images), labels))}
+    for kind in filter(None, arguments.maps.split(",")):
+        steps[f"{key}, {kind}"] = partial(distil, maps_of(kind, model, tokens, batch))
     return steps
+
+
+def maps_of(
+    kind: str, model: VisionTransformer, tokens: int, batch: int
+) -> Callable[[], StoredAttention]:
+    """Reads the maps of some images, of the teacher ``local`` or from a store of random ones."""
+    if kind == "local":
+        local = LocalMaps(MapShape.of(model), [0.8, 2.0] * 6)
+        return lambda: local
+    folder = tempfile.TemporaryDirectory()
+    weakref.finalize(model, folder.cleanup)
+    maps = write_store(f"{folder.name}/maps.zarr", tokens, kind)
+    read = MAP_KINDS[kind].reader(maps, torch.device("cpu"))
+    random_numbers = np.random.default_rng(0)
+    return lambda: read(maps.gather(random_numbers.permutation(len(maps))[:batch]))
 
 
 def show(tokens: int, steps: dict[str, Callable], arguments: argparse.Namespace) -> None:

@@ -178,6 +178,26 @@ def test_the_kernels_have_the_values_and_gradients_of_explicit_attention(hidden,
     assert not [w for w in recwarn if "return_lse" in str(w.message)]  # an old way to ask for it
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_normaliser_has_its_gradient_where_the_heads_have_none(dtype):
+    """As for patches where only the class token is read: one query in two, and all of an image."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 3, 16, 16).to(dtype).requires_grad_() for _ in range(3)]
+    weights = torch.randn(2, 3, 16, 16)
+    weights[0, :, ::2] = 0
+    weights[1] = 0
+    gradients = []
+    for attend, wide in ((attention_with_normaliser, dtype), (explicit, torch.float64)):
+        heads, normaliser = attend(*(leaf.to(wide) for leaf in leaves), None, 0.3)
+        loss = (weights * heads).sum() + (1e-3 * normaliser.sin()).sum()
+        gradients.append(torch.autograd.grad(loss, leaves))
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+    for value, expected in zip(*gradients, strict=True):
+        error = (value.double() - expected.double()).flatten(1).norm(dim=1)
+        bound = tolerance * expected.double().flatten(1).norm(dim=1) + 1e-10
+        assert (error <= bound).all(), (error, bound)
+
+
 def test_without_the_private_operator_there_is_no_kernel(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert has_normaliser_kernel(cpu, compiled=False) and has_normaliser_kernel(gpu, compiled=True)

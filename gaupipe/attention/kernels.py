@@ -171,8 +171,9 @@ class _AttentionWithNormaliser(torch.autograd.Function):
     """:func:`attention_with_normaliser` by the CPU's fused kernel, whose own gradient leaves the
     normaliser out.
 
-    That adds g_i s_ij to the gradient of the scores, and the kernel computes s_ij (dO_i v_j -
-    sum(dO_i * O_i)): one more channel in which v is 1, O is 0 and dO is g does it.
+    The kernel's gradient of the scores is s_ij (dO_i v_j - D_i), where it takes D_i = sum(dO_i *
+    O_i) from the output O that it is given. The normaliser's gradient g adds g_i s_ij, so the
+    kernel is given O_i - g_i dO_i / |dO_i|^2, which makes D_i smaller by g_i.
     """
 
     @staticmethod
@@ -195,18 +196,31 @@ class _AttentionWithNormaliser(torch.autograd.Function):
         ctx: Any, grad_heads: Tensor, grad_normaliser: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, mask, heads, log_normaliser = ctx.saved_tensors
-        width = q.shape[-1]
-        grad_normaliser = grad_normaliser.unsqueeze(-1).to(q.dtype)
+        grad_heads = pad_to(grad_heads, q.shape[-1])
+        if q.dtype == torch.float16:  # too narrow for the quotient
+            q, k, v, heads, grad_heads = (x.float() for x in (q, k, v, heads, grad_heads))
+            mask = None if mask is None else mask.float()
+        squared = at_least_float32(grad_heads).square().sum(-1, keepdim=True)  # [B, H, T, 1]
+        # A row without a gradient, such as a patch's where only the class token is read, gets one
+        # too small to be seen in dv.
+        lacks = squared < LEAST_GRADIENT**2
+        grad_heads = grad_heads.masked_fill(lacks, LEAST_GRADIENT)
+        squared = squared.masked_fill(lacks, LEAST_GRADIENT**2 * q.shape[-1])
+        factor = grad_normaliser.unsqueeze(-1) / squared
         dq, dk, dv = getattr(torch.ops.aten, f"{CPU_KERNEL}_backward")(
-            torch.cat([pad_to(grad_heads, width), grad_normaliser], dim=-1),
-            F.pad(q, (0, 1)),
-            F.pad(k, (0, 1)),
-            F.pad(v, (0, 1), value=1.0),
-            F.pad(heads, (0, 1)),
+            grad_heads,
+            q,
+            k,
+            v,
+            torch.addcmul(heads, factor.to(heads.dtype), grad_heads, value=-1),
             log_normaliser,
             0.0,
             False,
             attn_mask=mask,
             scale=ctx.scale,
         )
-        return dq[..., :width], dk[..., :width], dv[..., : ctx.width], None, None
+        return dq, dk, dv[..., : ctx.width], None, None
+
+
+LEAST_GRADIENT = 1e-15
+"""Length of the gradient of a row's output. Its square is a normal number in float32."""

@@ -36,10 +36,12 @@ def from_top_k(keys: Tensor, weights: Tensor, tokens: int) -> Tensor:
     """
     weights = weights.float()
     others = tokens - keys.shape[-1]
-    rest = (1 - weights.sum(-1, keepdim=True)).clamp_min(0)
-    rows = (rest / max(others, 1)).expand(*rest.shape[:-1], tokens)
-    rows = rows.scatter(-1, keys.long(), weights)
-    return rows / rows.sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True)
+    if others:
+        total = total.clamp_min(1)  # of the whole row
+    weights = weights / total
+    rest = (1 - weights.sum(-1, keepdim=True)).clamp_min(0) / max(others, 1)
+    return rest.expand(*rest.shape[:-1], tokens).scatter(-1, keys.long(), weights)
 
 
 def without_prefix(maps: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
