@@ -1,12 +1,14 @@
 """Images per second of the export against the bare teacher forward.
 
-    python benchmarks/export.py [--set a.b=c ...] [--repeats R] [--kind gaussian]
+    python benchmarks/export.py [CONFIG] [--set a.b=c ...] [--repeats R] [--kind gaussian]
+    python benchmarks/export.py docs/results/data/given_cifar10.yaml --kind topk --repeats 3 \
+        --set data.train_images=300 --set export.views=null        a real DeiT-Ti
 
 The teacher is fresh; the Gaussians of its prior get noise, so that maps compress as those of a
-teacher that has learned do. With --set phase_a.teacher=vit it is an ordinary ViT. A repeat runs the
-forward alone over all images, then the export of the same images; both read the images through the
-same loader. Prints a line per repeat and the ratio, in seconds and in processor time of all
-threads.
+teacher that has learned do. With --set phase_a.teacher=vit it is an ordinary ViT, with
+local-dir:FOLDER or a name of timm's that one. A repeat runs the forward alone over all images, then
+the export of the same images; both read the images through the same loader. Prints a line per
+repeat and the ratio, in seconds and in processor time of all threads.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from timing import record, spread
 import store
 from gaupipe.data.splits import load_data
 from gaupipe.distillation import gaussian_teacher, vit_teacher
-from gaupipe.distillation.export import make_schema
+from gaupipe.distillation.export import decoder, make_schema
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.models import save_student
@@ -36,8 +39,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("config", nargs="?", default="digits")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C")
-    parser.add_argument("--kind", default="gaussian", choices=("gaussian", "dense"))
+    parser.add_argument("--kind", default="gaussian", choices=sorted(MAP_KINDS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shard-mb", type=float, default=32)
     arguments = parser.parse_args()
@@ -47,7 +51,7 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> None:
     """Both in turn, ``repeats`` times."""
-    settings = load("digits", arguments.set)
+    settings = load(arguments.config, arguments.set)
     job = fresh_teacher(settings, folder)
     ratios, cpu_ratios = [], []
     for repeat in range(arguments.repeats + 1):  # the first one warms up
@@ -58,6 +62,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             folder / "maps.zarr",
             make_schema(job, chosen(job.settings, given={"kind": arguments.kind})),
             overwrite=True,
+            decoder=decoder(job, arguments.kind),
             shard_bytes=int(arguments.shard_mb * 1e6),
         )
         started, cpu_started = time.perf_counter(), time.process_time()
@@ -83,6 +88,8 @@ def fresh_teacher(settings: Settings, folder: Path) -> TeacherJob:
         assert isinstance(training, vit_teacher.TeacherTraining)  # it is the teacher vit
         save_student(training.student, folder / "teacher", **data.data_config)
         return vit_teacher.build(settings, data, folder / "teacher")
+    if settings.phase_a.teacher != "gaussian":
+        return vit_teacher.build(settings, data)
     job = gaussian_teacher.build(settings, folder, data)
     with torch.no_grad():
         job.teacher.prior += 0.3 * torch.randn_like(job.teacher.prior)

@@ -22,7 +22,7 @@ import torch
 HERE = Path(__file__).parent
 STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
     "tests": (
-        130,
+        120,
         "-m pytest -q -n 0 -m gpu {root}/tests/test_gpu.py",
         "-k 'flex or xsa and float32'",
     ),
@@ -32,7 +32,7 @@ STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
         "--lengths 64 --rounds 2 --only xsa --tokens 64",
     ),
     "layers, compiled": (
-        70,
+        60,
         "{here}/attention.py layer --shapes atto --lengths 64,196,1024 --compile",
         "--lengths 64 --rounds 2 --only xsa --tokens 64",
     ),
@@ -52,8 +52,14 @@ STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
         "{here}/phase_b.py --students standard,belief2 --tokens 64,196 --compile",
         "--tokens 64 --students xsa --rounds 2 --tokens-per-batch 64 --no-compile",
     ),
+    "export": (
+        30,
+        "{here}/export.py fashion_mnist --repeats 3",
+        "--repeats 2 --set data.train_images=64",
+    ),
+    "bfloat16": (30, "{here}/precision.py", "--tokens 64 --rounds 2"),
     "input": (
-        40,
+        30,
         "{here}/input.py --images 4000 --files 500 --rounds 3",
         "--images 200 --files 10 --rounds 2 --sizes 32 --workers 0 --parts loaders",
     ),

@@ -96,7 +96,8 @@ def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> s
     both have; Holm's correction is for all of them."""
     tests: dict[str, dict[int, float]] = {}
     for training in trainings:
-        tests.setdefault(training["name"], {})[training["seed"]] = 100 * training["test"]
+        if "test" in training:
+            tests.setdefault(training["name"], {})[training["seed"]] = 100 * training["test"]
     points = {}
     for name, other in pairs:
         seeds = sorted(tests[name].keys() & tests[other].keys())

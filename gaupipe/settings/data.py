@@ -31,8 +31,8 @@ class DataSettings(Section):
     """The data set, and how its images become tensors."""
 
     name: str = "digits"
-    """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` of timm's
-    ``create_dataset``."""
+    """``digits``, ``fashion_mnist``, ``folder``, or, as timm's ``create_dataset`` names them,
+    ``torch/NAME`` of torchvision and ``hfds/NAME`` of Hugging Face's datasets."""
     root: Annotated[Path | None, Scope.ANYTIME] = None
     """Folder of the files. With null, ``fashion_mnist`` takes the folder that the environment
     variable GAUPIPE_FASHION_MNIST names, or else the folder of Debian's package."""
