@@ -5,17 +5,14 @@
 
 Every round starts a server, opens its page in a Chromium and clicks. A line for each click has the
 median and the range in milliseconds, of the clock and of the processor, in server and browser until
-the picture is there. At the end come rows as docs/results/data/benchmarks.json has them. Server and
-browser have one thread for tensors; the clock also counts what else runs on the machine, and what
-the page fetches ahead after a click is not counted.
+the picture is there. Server and browser have one thread for tensors; the clock also counts what
+else runs on the machine, and what the page fetches ahead after a click is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -29,7 +26,6 @@ from timing import record
 
 START = "from the command to its address"
 OPEN = "from the address to the first picture"
-AIMS = {START: None, OPEN: "5000"}
 TICKS = os.sysconf("SC_CLK_TCK")
 CLICK = """async ([selector, title]) => {
   const target = document.querySelector(selector);
@@ -151,30 +147,15 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in (START, OPEN, *CLICKS)}
     for _ in range(arguments.rounds):
         one_round(arguments, times)
-    clock_rows: list[list[object]] = []
-    processor_rows: list[list[object]] = []
     for name, measured in times.items():
-        aim = AIMS.get(name, "150")
         said = []
-        for measure, rows, values in zip(
-            ("clock", "processor"),
-            (clock_rows, processor_rows),
-            zip(*measured, strict=True),
-            strict=True,
+        for measure, values in zip(
+            ("clock", "processor"), zip(*measured, strict=True), strict=True
         ):
             record(f"view, {name}, {measure}, ms", values)
             median = statistics.median(values)
-            rows.append([name, round(median), aim])
             said.append(f"{measure} {median:.0f} [{min(values):.0f}, {max(values):.0f}]")
         print(f"{name}: {', '.join(said)} ms, {len(measured)} times", file=sys.stderr)
-    made = {
-        "command": shlex.join(["python", "benchmarks/view_clicks.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    of = "milliseconds from a click to its picture, server and browser"
-    clock = {"title": "View", "ratio": f"{of}, by the clock", **made, "rows": clock_rows}
-    used = {"title": "View", "ratio": f"{of}, of the processor", **made, "rows": processor_rows}
-    print(json.dumps([clock, used], indent=2))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ A table of pairs has the differences of test accuracy that are tested as one fam
 
     <!-- pairs judge.json "local - labels" "slice, maps - slice" -->
     <!-- /pairs -->
+
+A table of ratios has what benchmarks measured, each in one run or two:
+
+    <!-- ratios benchmarks.json -->
+    <!-- /ratios -->
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ TABLE = re.compile(
     r"(<!-- table (?P<file>\S+)(?P<options>.*?) -->\n).*?(<!-- /table -->)", re.DOTALL
 )
 PAIRS = re.compile(r"(<!-- pairs (?P<file>\S+)(?P<pairs>.*?) -->\n).*?(<!-- /pairs -->)", re.DOTALL)
+RATIOS = re.compile(r"(<!-- ratios (?P<file>\S+) -->\n).*?(<!-- /ratios -->)", re.DOTALL)
 
 Training = dict[str, Any]
 
@@ -88,7 +94,23 @@ def draw_tables(page: str) -> str:
         trainings = json.loads((DATA / match["file"]).read_text())
         return f"{match[1]}\n{table_of_pairs(trainings, pairs)}\n\n{match[4]}"
 
-    return PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page))
+    def drawn_ratios(match: re.Match[str]) -> str:
+        groups = json.loads((DATA / match["file"]).read_text())
+        return f"{match[1]}\n{table_of_ratios(groups)}\n\n{match[3]}"
+
+    return RATIOS.sub(drawn_ratios, PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page)))
+
+
+def table_of_ratios(groups: list[dict[str, Any]]) -> str:
+    """Markdown table of ratios below what they are ratios of; the lowest and the highest where
+    there were several runs."""
+    lines = ["| | ratio |", "|---|---|"]
+    for group in groups:
+        lines.append(f"| **{group['title']}**: {group['ratio']} | |")
+        for label, values in group["rows"].items():
+            ends = [f"{end:.{2 if end < 10 else 0}f}" for end in (min(values), max(values))]
+            lines.append(f"| {label} | {' to '.join(dict.fromkeys(ends))} |")
+    return "\n".join(lines)
 
 
 def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> str:
