@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,8 +91,10 @@ def loop(
     folder: Path,
     label: str,
     total: int,
+    remarks: Sequence[str] = (),
 ) -> Iterator[Loop]:
-    """The training of ``state`` on ``batches`` for ``total`` epochs, some of them done before."""
+    """The training of ``state`` on ``batches`` for ``total`` epochs, some of them done before. One
+    that begins says the ``remarks``."""
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
     progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
     for module in state.modules.modules():
@@ -100,6 +102,9 @@ def loop(
             module.set_grad_checkpointing(settings.grad_checkpointing)
     with progress, StepLog(settings, folder, update, batches) as steps:
         progress.line(f"{label}: {what_is_left(state, update, batches, total)}")
+        if not state.metrics:
+            for remark in remarks:
+                progress.line(f"{label}: {remark}")
         yield Loop(folder, settings.seed, total, update, progress, steps)
 
 

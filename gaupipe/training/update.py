@@ -83,10 +83,10 @@ class Update:
         first = self.batch % self.steps // accumulate * accumulate
         return min(accumulate, self.steps - first)
 
-    def __call__(self, loss: Tensor, weight: float = 1.0) -> float:
+    def backward(self, loss: Tensor, weight: float = 1.0) -> float:
         """The backward pass of one batch's loss, the mean over its images on this rank, of that
         :attr:`~gaupipe.data.batches.Batch.weight`. Returns the number by which the loss was
-        multiplied before it went back. Raises UserError as :meth:`check`."""
+        multiplied before it went back."""
         state = self.state
         state.schedule.step_update(self.batch)
         if weight != 1.0:
@@ -95,6 +95,11 @@ class Update:
         added_up = self._batches_of_step()
         scale = state.scaler.get_scale() * weight / added_up  # before a step changes the scaler's
         state.scaler.scale(loss / added_up).backward()
+        return scale
+
+    def step(self) -> None:
+        """Ends a batch: a step of the optimizer, if the gradients of enough batches are added up.
+        Raises UserError as :meth:`check`."""
         self.stepped = self._steps_now()
         if self.stepped:
             self._step()
@@ -103,7 +108,6 @@ class Update:
             self.pauses.all_reduce()
         if self.batch % CHECK_EVERY == 0:
             self.check()
-        return scale
 
     def check(self) -> None:
         """Raises UserError, on every rank, for the first loss since the last call that is not

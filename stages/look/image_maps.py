@@ -25,9 +25,9 @@ from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation import files, local
-from gaupipe.distillation.job import PhaseB
+from gaupipe.distillation.job import map_reader
 from gaupipe.distillation.kinds import MAP_KINDS, StoredGaussians
-from gaupipe.distillation.losses import without_keys
+from gaupipe.distillation.losses import TeacherMaps, without_keys
 from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
@@ -287,11 +287,12 @@ class StudentMaps(LiveMaps):
         self.store = open_maps(student, data)
         learned = student.distilled and recorded_store(student.folder) is None
         self.local = settings.phase_a.is_local and learned and self.store is None
-        self._job: PhaseB
+        self._teacher_maps: Callable[[Batch], TeacherMaps]
         if self.local:
-            self._job = local.build(settings, data, CPU, model)
+            maps = local.constant_maps(settings, model, CPU)
+            self._teacher_maps = lambda _batch: maps
         elif self.store is not None:
-            self._job = PhaseB(settings, data, CPU, model, settings.student_training, self.store)
+            self._teacher_maps = map_reader(self.store, model, settings.phase_b, CPU)
 
     def see(self, image, views=None, view=0, split="train") -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""
@@ -328,10 +329,10 @@ class StudentMaps(LiveMaps):
     def _teacher(
         self, batch: Batch, image: int, view: int, maps: list[Tensor]
     ) -> list[Tensor | None]:
-        if not self.local:
-            entry = image * self._job.maps.schema.views + view
-            batch.stored = self._job.maps.read(entry, entry + 1)
-        stored = self._job.teacher_maps(batch)
+        if self.store is not None:
+            entry = image * self.store.schema.views + view
+            batch.stored = self.store.read(entry, entry + 1)
+        stored = self._teacher_maps(batch)
         compared: list[Tensor | None] = []
         for layer, block in enumerate(maps):
             if stored.layers[layer] is None:
