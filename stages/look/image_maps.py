@@ -44,6 +44,17 @@ Crop = tuple[float, float, float, float]
 WHOLE: Crop = (0.0, 0.0, 1.0, 1.0)
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of an image; of one without classes nothing."""
+
+    predicted: int | None = None
+    probability: float | None = None
+    """Of the predicted class."""
+    likely: Sequence[int] = ()
+    """Some classes, the likeliest first."""
+
+
 @dataclass
 class ImageMaps:
     """One image, and where the queries look.
@@ -78,15 +89,14 @@ class ImageMaps:
             return []
         return ["class", *(f"register {number}" for number in range(1, self.prefix))]
 
-    def prediction(self, most: int = 1) -> dict[str, Any]:
-        """The ``predicted`` class, its ``probability``, and the ``most`` ``likely`` classes, the
-        likeliest first; None and none of a model without classes."""
+    def prediction(self, most: int = 1) -> Prediction:
+        """The predicted class, and the ``most`` likely ones."""
         if self.logits is None:
-            return {"predicted": None, "probability": None, "likely": []}
+            return Prediction()
         probabilities = self.logits.float().softmax(-1)
         likely = probabilities.topk(min(most, len(probabilities))).indices.tolist()
         probability = round(probabilities[likely[0]].item(), 6)
-        return {"predicted": likely[0], "probability": probability, "likely": likely}
+        return Prediction(likely[0], probability, likely)
 
 
 class StoredMaps:

@@ -7,6 +7,7 @@ import base64
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,10 @@ def page_text(
         embedded[str(image)] = embedded_image(viewer, image, split)
         done()
     status = viewer.status(split)
-    status["labels"]["reading"] = False
-    status["splits"] = {split: len(embedded)}
+    labels = replace(status.labels, reading=False)
     page = {
-        "about": {**viewer.about(), "adds": False, "split": split},
-        "status": status,
+        "about": asdict(replace(viewer.about(), adds=False, split=split)),
+        "status": asdict(replace(status, labels=labels, splits={split: len(embedded)})),
         "images": embedded,
         "start": start,
     }
