@@ -17,9 +17,9 @@ import store
 from gaupipe.data.batches import Batch
 from gaupipe.data.mixing import mixed_targets
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.export import drawing
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft_loss
+from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
@@ -32,6 +32,7 @@ from gaupipe.training.job import (
     remarks_on_patches,
     share_of_dropped_patches,
 )
+from gaupipe.training.state import Identity
 
 PRELOAD_BYTES = 2 * 10**9
 """The size of the largest store that is read into memory whole."""
@@ -157,7 +158,7 @@ def gammas(settings: Settings) -> list[float]:
     return [gamma_at(epoch, phase.gamma, phase.gamma_schedule, end) for epoch in range(epochs)]
 
 
-def identity_of_maps(schema: store.Schema) -> dict[str, object]:
+def identity_of_maps(schema: store.Schema) -> Identity:
     """What of a store a checkpoint belongs to."""
     kind = schema.kind
     if schema.k:
@@ -184,7 +185,7 @@ def remarks_on_maps(
     if phase.warm_start == "slice" and settings.model.stem == "conv":
         remarks.append("its convolutional stem is no part of the slice and keeps its start")
     moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
-    if schema.extra.get("teacher") and schema.views == 1 and moved and phase.gamma:
+    if StoreNotes.of(schema).teacher and schema.views == 1 and moved and phase.gamma:
         remarks.append(
             "shifts and crops move the stored maps; a trained ViT would not show them so: "
             "'gaupipe export-maps --views' stores the maps of the views"
@@ -195,13 +196,13 @@ def remarks_on_maps(
 def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
     """Raises UserError for a loss without stored predictions, and for views that phase B would draw
     otherwise."""
-    if settings.phase_b.alpha and not schema.extra.get("predicts", True):
+    notes = StoreNotes.of(schema)
+    if settings.phase_b.alpha and not notes.has_predictions:
         raise UserError(
             f"{url}: the teacher of these maps predicts no classes: set phase_b.alpha=0, and "
             "phase_b.beta to what the labels are to weigh"
         )
-    drawn = schema.extra.get("views")
-    if drawn is not None and drawn != drawing(settings):
+    if notes.views is not None and notes.views != Drawing.of(settings):
         raise UserError(
             f"{url}: holds maps of views drawn with another augmentation or another seed: "
             "phase B must draw the same; change them back, or export again"

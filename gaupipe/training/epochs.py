@@ -20,7 +20,7 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped
 from gaupipe.system.progress import EpochMetrics, EpochProgress, write_metrics
 from gaupipe.system.signals import Pauses
-from gaupipe.training.state import TrainingState
+from gaupipe.training.state import BegunEpoch, RankInEpoch, TrainingState
 from gaupipe.training.step_log import StepLog
 from gaupipe.training.update import Update
 
@@ -222,7 +222,7 @@ class Epoch:
         began = time.monotonic()
         processor_began = time.process_time()
         update = self.loop.update
-        mine = {
+        mine: RankInEpoch = {
             "images": self.images,
             "sums": {name: total.cpu() for name, total in self.sums.items()},
             "generators": {name: one.get_state() for name, one in self._generators.items()},
@@ -241,7 +241,7 @@ class Epoch:
             where = f"in epoch {self.number + 1}, after batch {self.batches} of {update.steps}"
             raise Stopped(update.pauses.signal, where)
 
-    def _load(self, saved: dict[str, Any]) -> None:
+    def _load(self, saved: BegunEpoch) -> None:
         """Takes over what :meth:`_save` wrote: of the ranks that there were, every so many."""
         ranks = saved["ranks"]
         self.loop.progress.skip(sum(rank["images"] for rank in ranks))

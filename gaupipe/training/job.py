@@ -36,7 +36,7 @@ from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model
-from gaupipe.training.state import TrainingState
+from gaupipe.training.state import Identity, TrainingState
 from gaupipe.training.student import build_student
 
 
@@ -123,8 +123,7 @@ class Training:
     losses: LabelLosses
     """Gives the losses of a (batch, gamma)."""
     epochs: list[EpochPlan]
-    identity: dict[str, object]
-    """Settings, data and teacher that a checkpoint belongs to."""
+    identity: Identity
     source_of_maps: tuple[str, str] | None = None
     """(url, sha256 of its teacher) of the store that the student learns from, if any."""
     stop_accuracy: float | None = None
@@ -241,7 +240,7 @@ def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
     )
 
 
-def identity(settings: Settings, data: ImageData, train: TrainSettings) -> dict[str, object]:
+def identity(settings: Settings, data: ImageData, train: TrainSettings) -> Identity:
     """Settings and data that a checkpoint belongs to, of a student trained as ``train`` says."""
     # the epoch to keep, the store and the trainings of other students may change
     changes = {

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gaupipe.settings.load import ByName
 from gaupipe.system.errors import UserError
 from stages.compare.measures import (
     Passages,
@@ -49,7 +50,7 @@ class RowResult:
     plain: bool
     """Whether it was trained on the labels alone."""
     attention: str
-    settings: Mapping[str, Any]
+    settings: ByName
     """In which it differs from the configuration."""
     failed: list[str]
     """Why trainings of the row failed."""

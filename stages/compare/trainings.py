@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from gaupipe.distillation.export import drawing, is_complete
+from gaupipe.distillation.export import is_complete
+from gaupipe.distillation.notes import Drawing
 from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
@@ -101,7 +102,7 @@ class RowTraining:
         export = self.settings.export
         held: list[Any] = [export.model_dump()]
         if export.views is not None:  # other students draw other views
-            held.append(drawing(self.settings))
+            held.append(asdict(Drawing.of(self.settings)))
         return self.teacher.path / f"{export.kind}-{_sha256(held)}.zarr"
 
     @property

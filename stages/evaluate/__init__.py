@@ -21,6 +21,7 @@ from gaupipe.data.sources import images_with_labels
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import map_reader
 from gaupipe.distillation.losses import feature_loss, patch_map
+from gaupipe.distillation.notes import StoreNotes
 from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
@@ -228,7 +229,7 @@ def teacher_agreement(
     layers = layer_map(settings.phase_b, len(student.blocks), maps.schema.layers)
     same = torch.zeros((), dtype=torch.float64)
     divergence = torch.zeros(len(layers), dtype=torch.float64)
-    if maps.schema.extra.get("views") is None:
+    if StoreNotes.of(maps.schema).views is None:
         loaded = batches.in_order(image_ids)
     else:  # the first view of each image, as its maps were made
         views = maps.schema.views

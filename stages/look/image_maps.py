@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import store
-from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.images import FileImages
 from gaupipe.data.loader import view_of
@@ -28,9 +27,9 @@ from gaupipe.distillation import files, local
 from gaupipe.distillation.job import map_reader
 from gaupipe.distillation.kinds import MAP_KINDS, StoredGaussians
 from gaupipe.distillation.losses import TeacherMaps, without_keys
+from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
-from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from gaupipe.vit.attention_maps import use_fused_attention
 from gaupipe.vit.capture import Traced, trace
@@ -109,7 +108,8 @@ class StoredMaps:
         self.layers = schema.layers
         self.grid = schema.grid
         self.prefix = schema.prefix_tokens
-        self.labelled = "files" not in schema.extra
+        self.notes = StoreNotes.of(schema)
+        self.labelled = self.notes.files is None
         self.explains = False
         self._decode = MAP_KINDS[schema.kind].reader(maps, CPU)
 
@@ -135,12 +135,12 @@ class StoredMaps:
         )
         if isinstance(attention, StoredGaussians):
             seen.gaussians = attention.gaussians[0]
-        if schema.extra.get("predicts", True):
+        if self.notes.has_predictions:
             seen.logits = torch.from_numpy(stored["logits"][0]).float()
         if self.labelled:
             seen.label = int(stored["labels"][0])
         else:  # a store of image files, which a trained ViT was given
-            seen.by = schema.extra["teacher"]
+            seen.by = str(self.notes.teacher)
         return seen
 
 
@@ -148,11 +148,12 @@ def images_of(maps: store.Store) -> ImageData:
     """The data set that a store's maps were made from. Raises UserError where the store does not
     name it, or where it is not there or another one."""
     schema = maps.schema
-    if "files" in schema.extra:
-        data = files.images_of(schema.extra, schema.num_classes, with_digest=True)
+    notes = StoreNotes.of(schema)
+    if notes.files is not None:
+        data = files.images_of(notes, schema.num_classes, with_digest=True)
     else:
         try:
-            settings = DataSettings.model_validate(schema.extra.get("data"))
+            settings = DataSettings.model_validate(notes.data)
         except ValidationError:
             raise UserError(
                 f"{maps.url}: does not say which images its maps were made from, as stores that "
@@ -169,25 +170,25 @@ def images_of(maps: store.Store) -> ImageData:
 def photo(
     data: ImageData,
     image: int,
-    views: dict[str, Any] | None = None,
+    views: Drawing | None = None,
     view: int = 0,
     split: str = "train",
 ) -> tuple[Image.Image, Crop]:
     """A picture of an image with all pixels of its file, and the part that a model sees. Of an
-    image without a file, and of the ``view`` that ``views``, a store's extra["views"], describes,
-    all is seen."""
+    image without a file, and of the ``view`` that ``views`` draws, all is seen."""
     images = data.split(split)
     source = images.source
     if views is None and isinstance(source, FileImages):
         pixels = source.pixels(int(images.positions[image]))  # [3, height, width]
         picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         return picture, source.crop(picture.width, picture.height)
-    shown = images.image(image) if views is None else view_of(images, image, drawn(views), view)
-    return Image.fromarray(shown.squeeze(-1) if shown.shape[-1] == 1 else shown), WHOLE
-
-
-def drawn(views: dict[str, Any]) -> Augment:
-    return Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
+    if views is None:
+        shown = images.image(image)
+    else:
+        shown = view_of(images, image, views.augmentation(), view)
+    if shown.shape[-1] == 1:
+        shown = shown.squeeze(-1)
+    return Image.fromarray(shown), WHOLE
 
 
 class LiveMaps:
@@ -211,11 +212,10 @@ class LiveMaps:
         return len(self.data.train)
 
     def see(
-        self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
+        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
     ) -> ImageMaps:
         """The attention to an image or, with ``views``, to that ``view`` of it.
 
-        ``views`` says how views are drawn, as a store of views does in its schema's extra["views"].
         Raises UserError for attention that is not finite.
         """
         batch, traced = self.traced(image, views, view, split)
@@ -246,7 +246,7 @@ class LiveMaps:
         return target, traced.rollout(torch.tensor([target]))[0]
 
     def traced(
-        self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
+        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
     ) -> tuple[Batch, Traced]:
         """The image, or a view of it, and the model's pass on it. The latest is kept: its maps and
         its relevance are asked for one after the other."""
@@ -268,14 +268,15 @@ class LiveMaps:
                 yield self.model(batch.images).float(), batch.labels
 
     def batch(
-        self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
+        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
     ) -> Batch:
         """The image, or a view of it, as the model takes it."""
         batches = Batches(getattr(self.data, split), self.data, CPU, batch_size=1)
         if views is None:
             return next(batches.in_order(np.array([image])))
         count = view + 1  # as many views of an image as are counted here, so that this one is there
-        return next(batches.views(np.array([image * count + view]), drawn(views), count))
+        entry = np.array([image * count + view])
+        return next(batches.views(entry, views.augmentation(), count))
 
 
 class StudentMaps(LiveMaps):
@@ -319,7 +320,7 @@ class StudentMaps(LiveMaps):
             seen.prefix = 0
         return seen
 
-    def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:
+    def no_teacher(self, views: Drawing | None, split: str = "train") -> str | None:
         """Why the stored maps are not those of what the student sees; None where they are."""
         if self.local:
             return None
@@ -327,7 +328,7 @@ class StudentMaps(LiveMaps):
             return "there is no whole store that fits the student"
         if split != "train":
             return "a store holds the maps of training images alone"
-        stored = self.store.schema.extra.get("views")
+        stored = StoreNotes.of(self.store.schema).views
         if stored == views:
             return None
         others = "other views"

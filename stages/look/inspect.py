@@ -18,6 +18,7 @@ import store
 from gaupipe.data.folder import say_once
 from gaupipe.data.images import FileImages
 from gaupipe.data.splits import utf8
+from gaupipe.distillation.notes import StoreNotes
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from stages.look import picture
@@ -135,7 +136,7 @@ def attention(
     layer = maps.layers - 1 if layer is None else layer
     _check("--layer", layer, maps.layers, where)
     schema = maps.store.schema if maps.store else None
-    views = schema.extra.get("views") if schema else None
+    views = StoreNotes.of(schema).views if schema else None
     _check("--view", view, schema.views if schema else 1, where)
     shown = chosen_map(image, maps.see(image, views, view), layer, head, query)
     taken = None

@@ -25,6 +25,7 @@ import store
 from gaupipe.data.decoding import check, refusing
 from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData, utf8
+from gaupipe.distillation.notes import Drawing
 from gaupipe.system.errors import UserError
 from stages.look.colours import colours
 from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
@@ -428,6 +429,6 @@ class Viewer:
         if not 0 <= view < views:
             raise UserError(f"view {view}: the store has 0 to {views - 1}")
 
-    def _which(self, view: int, split: str) -> tuple[dict[str, Any] | None, int, str]:
-        views = self.schema.extra.get("views") if self.schema and split == "train" else None
+    def _which(self, view: int, split: str) -> tuple[Drawing | None, int, str]:
+        views = self.stored.notes.views if self.stored and split == "train" else None
         return views, view, split
