@@ -56,7 +56,10 @@ def asked(request: Request) -> SimpleNamespace:
     query["side"] = str(PHOTO)
     query |= {**request.path_params, **request.query_params}
     numbers = {}
-    for name in ("image", "view", "page", "side", *(["class"] if query.get("class") else [])):
+    names = ["image", "view", "page", "side"]
+    if query.get("class"):
+        names.append("class")
+    for name in names:
         text = query[name]
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise UserError(f"{name} {text[:20]!r}: should be a whole number")
