@@ -37,7 +37,7 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings.load import load
 from gaupipe.system import distributed
-from gaupipe.training.job import StepLosses, Training
+from gaupipe.training.job import LabelLosses, StepLosses
 from gaupipe.training.student import build_student
 from stages.plan import random_data
 
@@ -117,8 +117,7 @@ def phase_b_step(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tu
     """The loss of a plain student, and what it takes beside a batch."""
     train = job.settings.train
     student = build_student(job.settings, job.data, train).to(job.device)
-    training = Training(job.settings, job.data, job.device, student, train)
-    return training.losses(), lambda _batch: (0.0,)
+    return LabelLosses(student, train), lambda _batch: (0.0,)
 
 
 def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int) -> Ways:

@@ -38,12 +38,12 @@ def table(trainings: list[dict]) -> list[str]:
         difference = judged.get(name)
         cells = [name, f"{runs[0]['parameters']:,}"]
         cells += [mean_and_std(run[key] for run in runs) for key in ("train", "val")]
-        if difference is None or difference["p"] is None:
+        if difference is None or difference.p is None:
             cells += ["", "", ""]
         else:
-            cells.append(f"{difference['mean']:+.3f}")
-            cells.append(f"{difference['low']:+.3f} to {difference['high']:+.3f}")
-            cells.append(f"{difference['holm']:.3f}")
+            cells.append(f"{difference.mean:+.3f}")
+            cells.append(f"{difference.low:+.3f} to {difference.high:+.3f}")
+            cells.append(f"{difference.holm:.3f}")
         ms = mean_ms(runs)
         cells += [f"{ms:.1f}", f"{ms / standard_ms:.2f}", f"{runs[0]['step_bytes'] / 1e6:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -56,9 +56,9 @@ def mean_ms(runs: list[dict]) -> float:
 
 def mean_and_std(values) -> str:
     result = spread(list(values))
-    if result["std"] is None:
-        return f"{result['mean']:.3f}"
-    return f"{result['mean']:.3f} ± {result['std']:.3f}"
+    if result.std is None:
+        return f"{result.mean:.3f}"
+    return f"{result.mean:.3f} ± {result.std:.3f}"
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.local import local_maps
+from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.training.student import build_student
-from stages.look.image_maps import drawn
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_student
 
@@ -67,10 +67,9 @@ class Run:
         images = Batches(images_of_split, self.data, torch.device("cpu"), len(image_ids))
         if view is None:
             return next(images.in_order(image_ids)).images
-        self._check_view(view)
-        views = self.store.schema.extra["views"]
+        augment = self._check_view(view).augmentation()
         count = self.store.schema.views
-        return next(images.views(image_ids * count + view, drawn(views), count)).images
+        return next(images.views(image_ids * count + view, augment, count)).images
 
     def maps(self, ids: Iterable[int], view: int | None = None) -> list[Tensor]:
         """The teacher's maps of training images: for each stored block [B, H, T, T] float32, rows
@@ -101,14 +100,16 @@ class Run:
         attention = MAP_KINDS[schema.kind].reader(self.store, torch.device("cpu"))(stored)
         return [attention.map(layer) for layer in range(schema.layers)]
 
-    def _check_view(self, view: int) -> None:
-        """Raises UserError for a view that the store does not have."""
+    def _check_view(self, view: int) -> Drawing:
+        """The drawing of the views. Raises UserError for a view that the store does not have."""
         schema = self.store.schema
-        if schema.extra.get("views") is None:
+        drawing = StoreNotes.of(schema).views
+        if drawing is None:
             raise UserError(
                 f"{self.store.url}: view={view}: holds maps of the images themselves, not of views"
             )
         checked([view], schema.views, f"views in {self.store.url}")
+        return drawing
 
     def student(self, name: str | None = None, plain: bool = False) -> VisionTransformer:
         """A student in eval mode; None is the one trained last, ``plain`` the one of this name that

@@ -10,8 +10,8 @@ from typing import Any
 import store
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation import local
-from gaupipe.distillation.job import PRELOAD_BYTES, PhaseB, check_targets
-from gaupipe.distillation.student import check_fit
+from gaupipe.distillation.job import PRELOAD_BYTES
+from gaupipe.distillation.job import build as build_distilled
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
@@ -40,9 +40,9 @@ def run(
 def run_request(request: StudentRequest, data: ImageData | None = None) -> list[EpochMetrics]:
     """As :func:`run`."""
     with opened(request, partial(start, request), data) as (job, state):
-        train(job, state, request.folder)
+        train(job, state, request.folder, request.label)
         if distributed.is_main():
-            kept_epochs.save(job, state, request.folder)
+            kept_epochs.save(job, state, request.folder, request.label)
     return state.metrics
 
 
@@ -88,8 +88,7 @@ def build(
     if teacher is None:
         return build_plain(settings, data, afresh)
     device = select_device(settings.device, settings.threads)
-    changes = settings.student_training
-    student = build_student(settings, data, changes, trained=afresh).to(device)
+    student = build_student(settings, data, settings.student_training, trained=afresh).to(device)
     if settings.phase_a.is_local and maps_url is None:
         return local.build(settings, data, device, student)
     url = maps_url or str(teacher.maps)
@@ -99,8 +98,4 @@ def build(
         teacher_sha256=teacher.teacher_digest() if maps_url is None else None,
         preload_bytes=PRELOAD_BYTES,
     )
-    check_fit(student, maps.schema, settings.phase_b, url)
-    check_targets(maps.schema, settings, url)
-    job = PhaseB(settings, data, device, student, changes, maps)
-    _ = job.read  # a damaged decoder shows before anything is written
-    return job
+    return build_distilled(settings, data, device, student, maps)

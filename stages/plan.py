@@ -277,7 +277,10 @@ def tables(plan: Plan) -> Iterator[Table | str]:
     rows = Table.grid("", Column(justify="right"), padding=(0, 2))
     values: dict[str, Any] = dict(plan)
     for name, label in LABELS.items():
-        if value := values.get(name):
-            rows.add_row(label, gigabytes(value) if name.endswith("bytes") else f"{value:,}")
+        value = values.get(name)
+        if value and name.endswith("bytes"):
+            rows.add_row(label, gigabytes(value))
+        elif value:
+            rows.add_row(label, f"{value:,}")
     rows.add_row("device", plan["device"])
     yield from (stages, "", rows)

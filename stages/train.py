@@ -38,9 +38,9 @@ def run(
     settings = settings.with_section("model", attention=attention or settings.model.attention)
     request = resolve(settings, RunDirectory(run_dir), resume)
     with opened(request, partial(build, request.settings), data) as (job, state):
-        train(job, state, request.folder)
+        train(job, state, request.folder, request.label)
         if distributed.is_main():
-            kept_epochs.save(job, state, request.folder)
+            kept_epochs.save(job, state, request.folder, request.label)
     return state.metrics
 
 

@@ -15,6 +15,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.distillation.export import decoder, outputs
 from gaupipe.distillation.files import open_model
 from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.distillation.notes import StoreNotes
 from gaupipe.distillation.probe import fit_probe
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import other_teacher
@@ -91,24 +92,25 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
 def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
     """Loads the teacher of a store: the run's, or a trained ViT that the export was given."""
     schema = store.open(url).schema
-    if "files" in schema.extra:
-        files = [Path(path) for path in schema.extra["files"]]
-        size = schema.extra["transform"]["input_size"][-1]
-        return open_model(schema.extra["teacher"], files, image_size=size)[0]
+    notes = StoreNotes.of(schema)
+    if notes.files is not None and notes.transform is not None:
+        files = [Path(path) for path in notes.files]
+        size = notes.transform["input_size"][-1]
+        return open_model(str(notes.teacher), files, image_size=size)[0]
     if run_dir is None:
         folder = store.local_folder(url)
         if folder is None:
             raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
         run_dir = folder.parent
     directory = RunDirectory(run_dir)
-    teacher = schema.extra.get("teacher")
+    teacher = notes.teacher
     if directory.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
         job = phase_a.load(directory)
     else:
         settings = directory.settings()
         data = directory.load_data(settings)
-        job = other_teacher(settings, data, teacher, schema.extra.get("teacher_args"))
-    if schema.extra.get("probe") and job.probe is None:
+        job = other_teacher(settings, data, teacher, notes.teacher_args)
+    if notes.probe and job.probe is None:
         job.probe = fit_probe(job)
     return job
 

@@ -103,10 +103,13 @@ class Writer:
             key = self._layout.shard_key(name, shard.index)
             encoded[name] = encode_shard(self._metadata[name], key, shard, stored)
         files = {self._layout.shard_file(name, shard.index): data for name, data in encoded.items()}
+        # Another process may begin the store anew between the look whose store it is and the write.
+        # No lock is held meanwhile, as object stores have none; but a write arrives only where the
+        # files are as they were before the look. Where they are not, both are repeated.
         while True:
-            seen = self._files.generations(files)  # before the look whose store it is
+            seen = self._files.generations(files)
             writing = self._check_same().writing
-            if writing is None:
+            if writing is None:  # the store has become complete, with this shard in it
                 return
             if self._files.write_all(files, seen):
                 break

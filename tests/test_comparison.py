@@ -32,6 +32,8 @@ from runs import run_main
 from stages import phase_b
 from stages.compare.figures import draw
 from stages.compare.measures import (
+    Difference,
+    Spread,
     difference,
     differences,
     epochs_to,
@@ -39,17 +41,29 @@ from stages.compare.measures import (
     front,
     spread,
 )
+from stages.compare.report import Comparison, RowResult, final_values
 from stages.compare.rows import BASELINE, Row, default_rows, resolve, sweep_rows
 from stages.compare.run import check_folder
-from stages.compare.trainings import as_teacher, digest
+from stages.compare.trainings import FinishedTraining, as_teacher, digest
 from stages.runs.directory import RunDirectory
 from stages.runs.locks import locked
 
 TINY = [*tiny(100, 50, 2, depth=1), "phase_a.max_epochs=1"]
 
 
-def made_up(accuracies: list[float], phase_a: int = 0) -> dict:
-    return {"val_acc": accuracies, "phase_a_epochs": phase_a}
+def made_up(accuracies: list[float], phase_a: int = 0, **curves) -> FinishedTraining:
+    costs: dict = {"parameters": 1, "multiply_adds": 3e9, "processor_seconds": 1.0}
+    empty: dict = {"val_loss": [0.0], "loss_hard": [0.0], "seconds": [0.0]}
+    return FinishedTraining(
+        seed=0,
+        folder="a",
+        phase_a_epochs=phase_a,
+        test_acc=None,
+        val_acc=accuracies,
+        costs=costs,
+        phase_a_costs={},
+        **(empty | curves),
+    )
 
 
 def test_epochs_to_an_accuracy_count_from_one_to_the_first_that_reaches_it():
@@ -61,36 +75,36 @@ def test_epochs_to_an_accuracy_count_from_one_to_the_first_that_reaches_it():
         ([], 0.1, None),
     ]:
         assert epochs_to(curve, accuracy) == epochs
-    assert spread([3]) == {"mean": 3, "std": None} and spread([]) == {"mean": None, "std": None}
+    assert spread([3]) == Spread(mean=3, std=None) and spread([]) == Spread(None, None)
 
 
 def test_speed_up_is_taken_seed_by_seed_with_and_without_phase_a():
     reference = [made_up([0.2, 0.4, 0.6, 0.8]), made_up([0.1, 0.3, 0.7, 0.9])]
     runs = [made_up([0.5, 0.7, 0.9, 0.9], phase_a=1), made_up([0.7, 0.8], phase_a=2)]
-    row = first_passages(runs, reference, target=0.7)
-    assert row["reached"] == 2
-    assert row["epochs"] == {"mean": 1.5, "std": pytest.approx(0.5**0.5)}  # 2 and 1 against 4 and 3
-    assert row["epochs_with_phase_a"]["mean"] == 3  # 3 and 3
-    assert row["speedup"]["mean"] == pytest.approx((4 / 2 + 3 / 1) / 2)
-    assert row["speedup_with_phase_a"]["mean"] == pytest.approx((4 / 3 + 3 / 3) / 2)
+    row = first_passages(runs, reference, 0.7)
+    assert row.reached == 2
+    assert row.epochs == Spread(1.5, pytest.approx(0.5**0.5))  # 2 and 1 against 4 and 3
+    assert row.epochs_with_phase_a.mean == 3  # 3 and 3
+    assert row.speedup.mean == pytest.approx((4 / 2 + 3 / 1) / 2)
+    assert row.speedup_with_phase_a.mean == pytest.approx((4 / 3 + 3 / 3) / 2)
     # a share is of the final accuracy with the same seed
     runs = [made_up([0.5, 0.81]), made_up([0.39, 0.91])]
-    at = [first_passages(runs, reference, share=share)["epochs"]["mean"] for share in (1.0, 0.4)]
+    at = [first_passages(runs, reference, share, is_share=True).epochs.mean for share in (1.0, 0.4)]
     assert at == [2, 1]
     # the reference has its own first passage, here before its last epoch
     early = [made_up([0.2, 0.9, 0.8])]
-    assert first_passages(early, early)["epochs"]["mean"] == 2
-    assert first_passages([made_up([0.8])], early)["speedup"]["mean"] == 2
+    assert first_passages(early, early, 1.0, is_share=True).epochs.mean == 2
+    assert first_passages([made_up([0.8])], early, 1.0, is_share=True).speedup.mean == 2
 
 
 def test_never_reached_gives_no_mean_and_no_speed_up():
     reference, runs = [made_up([0.8]), made_up([0.8])], [made_up([0.9]), made_up([0.7])]
-    row = first_passages(runs, reference, target=0.8)
-    assert row["reached"] == 1
-    assert row["epochs"] == row["speedup"] == {"mean": None, "std": None}
-    assert first_passages(runs, reference, target=0.65)["speedup"]["mean"] == 1
-    row = first_passages(runs[:1], [made_up([0.1])], target=0.8)  # the reference never gets there
-    assert row["epochs"]["mean"] == 1 and row["speedup"]["mean"] is None
+    row = first_passages(runs, reference, 0.8)
+    assert row.reached == 1
+    assert row.epochs == row.speedup == Spread(None, None)
+    assert first_passages(runs, reference, 0.65).speedup.mean == 1
+    row = first_passages(runs[:1], [made_up([0.1])], 0.8)  # the reference never gets there
+    assert row.epochs.mean == 1 and row.speedup.mean is None
 
 
 def test_differences_have_students_interval_and_p():
@@ -98,16 +112,16 @@ def test_differences_have_students_interval_and_p():
     for count in (2, 3, 10):
         values = draw.normal(0.01, 0.02, count)
         tested, error = difference(list(values)), values.std(ddof=1) / count**0.5
-        assert tested["mean"] == pytest.approx(values.mean())
+        assert tested.mean == pytest.approx(values.mean())
         margin = student_t.ppf(0.975, count - 1) * error
         ends = [values.mean() - margin, values.mean() + margin]
-        assert [tested["low"], tested["high"]] == pytest.approx(ends)
+        assert [tested.low, tested.high] == pytest.approx(ends)
         p = 2 * student_t.sf(abs(values.mean()) / error, count - 1)
-        assert tested["p"] == pytest.approx(p)
+        assert tested.p == pytest.approx(p)
     # higher with every one of three seeds is no evidence
-    assert difference([0.01, 0.002, 0.03])["p"] > 0.05
-    assert difference([0.01]) == {"mean": 0.01, "low": None, "high": None, "p": None}
-    assert difference([0.3 - 0.2, 0.2 - 0.1])["p"] is None  # one image more with both seeds
+    assert difference([0.01, 0.002, 0.03]).p > 0.05
+    assert difference([0.01]) == Difference(0.01, None, None, None)
+    assert difference([0.3 - 0.2, 0.2 - 0.1]).p is None  # one image more with both seeds
 
 
 def test_holms_correction_is_within_the_table_and_carries_the_words():
@@ -121,10 +135,10 @@ def test_holms_correction_is_within_the_table_and_carries_the_words():
     table = differences({name: of(p) for name, p in ps.items()} | {"one seed": [0.1]})
     # 4 x .01; 3 x .03; at least as much as before it: 2 x .04 -> .09; 1 x .2
     expected = {"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.2}
-    assert {name: table[name]["holm"] for name in expected} == pytest.approx(expected)
-    words = [row["verdict"] for row in table.values()]
+    assert {name: table[name].holm for name in expected} == pytest.approx(expected)
+    words = [row.verdict for row in table.values()]
     assert words == ["confirmed", "supported", "supported", "not decided", "not decided"]
-    assert differences({"a": of(0.7), "b": of(0.6)})["a"]["holm"] == 1
+    assert differences({"a": of(0.7), "b": of(0.6)})["a"].holm == 1
 
 
 def test_a_front_is_the_best_accuracy_for_as_much():
@@ -287,10 +301,9 @@ def test_a_plain_row_changes_the_baselines_optimizer_and_epochs():
 def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
     """Also where losses are no numbers, which are left out."""
     nan = float("nan")
-    run = {"folder": "a", "val_loss": [nan, nan], "val_acc": [0.1, 0.4], "loss_hard": [1.9, nan]}
-    row = {"row": "plain ViT", "plain": True, "runs": [run]}
-    row["final"] = {"multiply_adds": {"mean": 3e9}}
-    results = {"data": "digits", "seeds": [0], "reference": "plain ViT", "rows": [row]}
+    runs = [made_up([0.1, 0.4], val_loss=[nan, nan], loss_hard=[1.9, nan])]
+    row = RowResult("plain ViT", True, "standard", {}, [], final_values(runs), [], runs)
+    results = Comparison("digits", [0], "plain ViT", [row], {})
     for name in ("a", "b"):
         draw(results, tmp_path / name)
     for suffix in ("svg", "png"):
@@ -378,13 +391,13 @@ def test_the_differences_of_a_tiny_comparison(compared):
     final = {name: [run["val_acc"][-1] for run in row["runs"]] for name, row in rows.items()}
     paired = rows["distilled"]["difference"]
     expected = difference(list(np.subtract(final["distilled"], final[BASELINE])))
-    assert paired["mean"] == pytest.approx(expected["mean"])
-    assert (paired["p"], paired["low"]) == (expected["p"], expected["low"])
+    assert paired["mean"] == pytest.approx(expected.mean)
+    assert (paired["p"], paired["low"]) == (expected.p, expected.low)
     assert paired["verdict"] == "not decided"
     over_controls = json.loads((compared[0] / "mine.json").read_text())["over_controls"]
     assert set(over_controls) == {"shuffled maps", "prior alone"}
     expected = difference(list(np.subtract(final["distilled"], final["shuffled maps"])))
-    assert over_controls["shuffled maps"]["mean"] == pytest.approx(expected["mean"])
+    assert over_controls["shuffled maps"]["mean"] == pytest.approx(expected.mean)
     assert "minus that of its controls" in " ".join(compared[2].split())
     highest = np.maximum(final[BASELINE], final["plain longer"])  # the student is dearer than both
     above = np.subtract(final["distilled"], highest).mean()

@@ -11,6 +11,7 @@ import timm
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+import store
 from gaupipe.attention import STUDENTS
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.augment import Augment
@@ -19,10 +20,11 @@ from gaupipe.data.loader import Loader, fetch
 from gaupipe.data.splits import load_data
 from gaupipe.distillation import gaussian_teacher
 from gaupipe.distillation.gaussian_teacher import TeacherLoss
-from gaupipe.distillation.job import PhaseB
+from gaupipe.distillation.job import StudentLosses, map_reader
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings.load import load
 from gaupipe.teachers.image_state import ImageState
+from gaupipe.training.job import LabelLosses
 from stages import phase_a, phase_b
 from stages.runs.directory import RunDirectory
 
@@ -84,15 +86,19 @@ CASES = [("train", "standard"), *(("phase-b", key) for key in STUDENTS)]
 
 @pytest.mark.parametrize("student_job", CASES, indirect=True, ids="-".join)
 def test_a_step_of_a_student(student_job, gpu):
-    job = replace(student_job, device=CUDA, student=student_job.student.to(CUDA))
-    if isinstance(job, PhaseB):
+    job, settings = student_job, student_job.settings
+    student = job.student.to(CUDA)
+    losses, read = LabelLosses(student, job.train), None
+    if job.source_of_maps:
         with unset_fake_temporarily():
-            stored = job.maps.gather(np.arange(job.settings.data.batch_size))
-        job.maps_of_epoch = lambda _: (SimpleNamespace(prefetch=lambda _: iter([stored])), None)
-    maps, view = job.maps_of_epoch(0)
-    training, _ = train_and_val(job.data, job.settings.data, CUDA)
-    batch = next(training.epoch(0, Augment(job.augment, 0), maps, view))
-    check_device(batch.images, batch.labels, *job.losses()(batch, 0.1).by_name().values())
+            maps = store.open(job.source_of_maps[0])
+            stored = maps.gather(np.arange(settings.data.batch_size))
+        read = SimpleNamespace(prefetch=lambda _: iter([stored]))
+        teacher_maps = map_reader(maps, student, settings.phase_b, CUDA)
+        losses = StudentLosses(student, settings, teacher_maps)
+    training, _ = train_and_val(job.data, settings.data, CUDA)
+    batch = next(training.epoch(0, Augment(job.augment, 0), read))
+    check_device(batch.images, batch.labels, *losses(batch, 0.1).by_name().values())
 
 
 @pytest.fixture

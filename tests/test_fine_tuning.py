@@ -1,7 +1,6 @@
 """gaupipe train --model: a ViT that starts from trained weights."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from gaupipe.data.batches import Batches, train_and_val
 from gaupipe.data.splits import load_data
 from gaupipe.settings.load import load, parse, with_overrides
 from gaupipe.training import job as training_job
-from gaupipe.training.job import LabelLosses
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
 from gaupipe.vit.saving import save_student
@@ -320,7 +318,7 @@ def test_with_checkpointing_less_is_kept_for_the_same_gradients(folder):
 
         batch = next(iter(train_and_val(data, settings.data, job.device)[0].in_order()))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = LabelLosses(replace(job))(batch).loss
+            loss = job.losses(batch).loss
         loss.backward()
         kept[checkpointing] = sum(sizes)
         gradients[checkpointing] = [one.grad for one in job.student.parameters()]

@@ -79,7 +79,6 @@ def operations_of_a_step(tmp_path, monkeypatch, batch_size: int, teacher: bool) 
     chosen = ids_of_all_operations(batch_size, len(data.train), 0, len(settings.augment.operations))
     order = [{0: chosen}] * 2
     monkeypatch.setattr(type(training.buckets), "epoch", lambda *_: order)
-    losses = job.losses()
     with loop(settings, state, training, tmp_path / str(batch_size), "", 1) as running:
         epoch = next(iter(running.epochs()))
         batches = training.epoch(0, Augment(job.augment, 0))
@@ -89,8 +88,9 @@ def operations_of_a_step(tmp_path, monkeypatch, batch_size: int, teacher: bool) 
             with seen:
                 batch = next(batches)
                 with running.update.forward():
-                    result = losses(batch, job.gamma(0))
-                running.update(result.loss, batch.weight)
+                    result = job.losses(batch, job.epochs[0].gamma)
+                running.update.backward(result.loss, batch.weight)
+                running.update.step()
                 epoch.add(len(batch), **result.by_name())
         assert len(batch) == batch_size
     return seen

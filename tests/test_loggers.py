@@ -36,7 +36,7 @@ class Interrupted(Exception):
 @pytest.fixture
 def interrupted(monkeypatch):
     """Phase A that fails at counted batches, and goes on each time."""
-    update = Update.__call__
+    update = Update.backward
 
     def run(settings, run_dir, *batches):
         for number in (*batches, None):
@@ -47,7 +47,7 @@ def interrupted(monkeypatch):
                     raise Interrupted
                 return update(self, *arguments)
 
-            monkeypatch.setattr(Update, "__call__", counted)
+            monkeypatch.setattr(Update, "backward", counted)
             with pytest.raises(Interrupted) if number else contextlib.nullcontext():
                 phase_a.run(settings, run_dir, resume=run_dir.exists())
 

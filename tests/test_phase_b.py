@@ -20,7 +20,7 @@ from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.gaussian_teacher import build_teacher
-from gaupipe.distillation.job import MapsOfEpoch
+from gaupipe.distillation.job import MapsOfEpoch, other_images
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
@@ -28,7 +28,7 @@ from gaupipe.models import forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
-from gaupipe.training.job import Training
+from gaupipe.training import job as training_job
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import classification_metrics
 from stages import evaluate, phase_a, phase_b
@@ -110,18 +110,18 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     settings = load(run_dir / "config.yaml", [*changes, "phase_b.gamma_epochs=1"])
     trained: list[set[int]] = []  # of each epoch the numbers of tokens that FFNs get
     scored: set[int] = set()
-    forward, drop_patches = Mlp.forward, Training.drop_patches
+    forward, drop_patches = Mlp.forward, training_job.drop_patches
 
     def noted(mlp, x):
         (trained[-1] if mlp.training else scored).add(x.shape[1])
         return forward(mlp, x)
 
-    def begun(job, epoch):
+    def begun(student, share):
         trained.append(set())
-        return drop_patches(job, epoch)
+        drop_patches(student, share)
 
     monkeypatch.setattr(Mlp, "forward", noted)
-    monkeypatch.setattr(Training, "drop_patches", begun)
+    monkeypatch.setattr(training_job, "drop_patches", begun)
     teacher = RunDirectory(run_dir) if distilled else None
     phase_b.train_student(settings, tmp_path / "run/plain/standard", teacher=teacher)
     assert trained == [{16} if distilled else {4}, {4}, {16}, {16}, {16}] and scored == {16}
@@ -288,14 +288,13 @@ def test_maps_are_read_in_the_epochs_that_compare_them(run_dir):
     settings = settings.with_section("phase_b", **phase)
     job = phase_b.build(settings, load_data(settings.data), RunDirectory(run_dir))
     for epoch, names in enumerate([{"gaussians"}, set(), set()]):
-        maps, _ = job.maps_of_epoch(epoch)
-        (read,) = maps.prefetch([np.arange(5)])
+        (read,) = job.epochs[epoch].maps.prefetch([np.arange(5)])
         assert set(read) == names | {"logits", "labels"}
 
 
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     maps = store.open(run_dir / "maps.zarr")
-    shuffled = MapsOfEpoch(maps, seed=0)
+    shuffled = MapsOfEpoch(maps, others=other_images(len(maps), seed=0))
     first, second = np.random.default_rng(1).permutation(1437), np.arange(1437)
     (one,), (other,) = list(shuffled.prefetch([first])), list(shuffled.prefetch([second]))
     own = maps.gather(second)

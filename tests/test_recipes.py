@@ -45,7 +45,7 @@ def test_a_step_of_every_shipped_configuration(name):
     settings = load(name, ["data.batch_size=2", "threads=1", "precision=float32"])
     data = data_of(name, settings)
     job = phase_b.build(resolve(Row(name="", plain=True), settings), data, None)
-    student, losses = job.student, job.losses().train()
+    student, losses = job.student, job.losses.train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
     update = Update(training_state(job), 2)
     batches = Batches(data.train, data, job.device, 2, 0, settings.data.num_buckets)
@@ -53,7 +53,8 @@ def test_a_step_of_every_shipped_configuration(name):
     for batch in islice(batches.epoch(0, augment), 2):  # a warm-up may start at rate 0
         with update.forward():
             loss = losses(batch, 0.0).loss
-        update(loss, batch.weight)
+        update.backward(loss, batch.weight)
+        update.step()
     after = student.state_dict()
     assert all(value.isfinite().all() for value in after.values())
     changed = [key for key in before if not torch.equal(before[key], after[key])]

@@ -38,8 +38,8 @@ def test_a_table_says_means_and_paired_differences(collect):
     assert cells[:4] == ["local", "2", "3", "60.0 ± 7.9"]
     paired = difference([1.0, 3.0, 2.0])
     assert cells[4] == f"{statistics.fmean([1.0, 3.0, 2.0]):+.1f}"
-    assert cells[5] == f"{paired['low']:+.1f} to {paired['high']:+.1f}"
-    assert cells[6] == f"{paired['p']:.3f}"  # one row beside the baseline: nothing to correct
+    assert cells[5] == f"{paired.low:+.1f} to {paired.high:+.1f}"
+    assert cells[6] == f"{paired.p:.3f}"  # one row beside the baseline: nothing to correct
     assert "| 58.0 ± 7.2 |" in labels
 
 
@@ -59,8 +59,8 @@ def test_pairs_are_tested_as_one_family_over_common_seeds(collect):
     above_local = difference([7.0, 4.0])
     assert first[:4] == ["local", "labels", "3", "+2.0"]
     assert second[:4] == ["slice", "local", "2", "+5.5"]
-    assert first[5] == f"{2 * above_labels['p']:.3f}"  # the smaller p of two
-    assert second[5] == f"{max(2 * above_labels['p'], above_local['p']):.3f}"
+    assert first[5] == f"{2 * above_labels.p:.3f}"  # the smaller p of two
+    assert second[5] == f"{max(2 * above_labels.p, above_local.p):.3f}"
 
 
 def test_a_table_leaves_out_empty_columns_and_rows_of_too_few_seeds(collect):

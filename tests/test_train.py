@@ -67,11 +67,11 @@ def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
     settings = load("digits", [*TINY, "baseline.epochs=3"])
     run.run(settings, tmp_path / "run")
     options = {"students": ["standard"], "seeds": [0], "only": ["plain ViT"]}
-    (row,) = compare.run(settings, tmp_path / "compare", **options)["rows"]
+    (row,) = compare.run(settings, tmp_path / "compare", **options).rows
     folders = [
         trained / "plain" / "standard",
         tmp_path / "run" / "plain" / "standard",
-        tmp_path / "compare" / row["runs"][0]["folder"],
+        tmp_path / "compare" / row.runs[0].folder,
     ]
     first, *others = [metrics(folder / "metrics.jsonl") for folder in folders]
     assert len(first) == 3 and others == [first, first]

@@ -22,6 +22,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import MapsOfEpoch
 from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.distillation.probe import fit_probe
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import layer_map
@@ -431,7 +432,7 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
     run = tmp_path / "run"
     run_all(settings, run)
     maps, image = store.open(run / "maps.zarr"), 2
-    data, views = images_of(maps), maps.schema.extra["views"]
+    data, views = images_of(maps), StoreNotes.of(maps.schema).views
     folder = run / "phase_b" / "standard" / "student"
     student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     viewer = open_viewer(None, run)
@@ -467,7 +468,7 @@ def test_a_student_of_other_views_or_images_says_why_it_is_not_compared(run, tmp
     phase_b.run(run)
     student = StudentMaps(RunDirectory(run), "standard")
     assert student.see(1).no_teacher is None
-    other = {"seed": 0, "augment": AugmentSettings(flip=True).model_dump(mode="json")}
+    other = Drawing(0, AugmentSettings(flip=True).model_dump(mode="json"))
     seen = student.see(1, other, 0)
     assert "maps of the images themselves" in seen.no_teacher and not seen.teacher
     viewer = open_viewer(url, run)

@@ -43,7 +43,8 @@ def test_accumulated_updates_are_those_of_plain_torch(clip_grad):
     state, plain = make(accumulate=2, clip_grad=clip_grad), make().modules
     update = Update(state, steps=5)
     for batch in batches:
-        update(loss_of(state.modules, batch))
+        update.backward(loss_of(state.modules, batch))
+        update.step()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for group in (batches[0:2], batches[2:4], batches[4:5]):
         optimizer.zero_grad()
@@ -57,7 +58,7 @@ def test_accumulated_updates_are_those_of_plain_torch(clip_grad):
 
 def test_a_continued_training_counts_its_updates_on():
     state = make(metrics=[{}, {}])
-    Update(state, steps=3)(loss_of(state.modules, torch.ones(1, 3)))
+    Update(state, steps=3).backward(loss_of(state.modules, torch.ones(1, 3)))
     assert asked(state) == [6]
 
 
@@ -66,7 +67,7 @@ def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
     state = make(accumulate=accumulate)
     parameters = torch.randn(size, 3, requires_grad=True)
     update = Update(state, steps=4)
-    scale = update(state.modules(parameters).square().mean(1).mean())
+    scale = update.backward(state.modules(parameters).square().mean(1).mean())
     alone, model = parameters.detach().clone().requires_grad_(), make().modules
     model(alone).square().mean(1).sum().backward()
     torch.testing.assert_close(per_image_gradient(parameters, scale), alone.grad)
@@ -80,7 +81,8 @@ def test_a_loss_that_is_not_finite_is_said_with_its_step_before_a_checkpoint(ste
     where = f"the loss is nan in epoch {epoch + 1}, step {within + 1} of 2"
     for number in range(1, step + 3):
         value = torch.nan if number == step else 1.0
-        update(loss_of(state.modules, torch.full((1, 3), value)))
+        update.backward(loss_of(state.modules, torch.full((1, 3), value)))
+        update.step()
     with pytest.raises(UserError, match=f"{where}.*lower optim.lr.*model.init_std"):
         update.check()
 
@@ -91,7 +93,8 @@ def test_a_loss_that_is_not_finite_ends_a_long_epoch_within_fifty_batches():
 
     def train(steps: int, value: float) -> None:
         for _ in range(steps):
-            update(loss_of(state.modules, torch.full((1, 3), value)))
+            update.backward(loss_of(state.modules, torch.full((1, 3), value)))
+            update.step()
 
     train(60, 1.0)
     with pytest.raises(UserError, match="the loss is nan in epoch 1, step 61 of 1000"):

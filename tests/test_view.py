@@ -49,10 +49,10 @@ def test_orders_of_the_gallery(written, tmp_path):
     gallery.read_all()
 
     def ids(*asked) -> list[int]:
-        return [item["id"] for item in gallery.page(*asked)["items"]]
+        return [item.id for item in gallery.page(*asked).items]
 
     assert [*ids("id"), *ids("id", None, 1), *ids("id", None, 2)] == list(range(150))
-    assert ids("id", None, 3) == [] and gallery.page("id", None, 3)["total"] == 150
+    assert ids("id", None, 3) == [] and gallery.page("id", None, 3).total == 150
     assert ids("id", 2) == np.flatnonzero(arrays["labels"] == 2).tolist()
     first = ids("wrong")
     wrong = [i for i in first if not right[i]]
@@ -60,20 +60,20 @@ def test_orders_of_the_gallery(written, tmp_path):
     assert np.all(np.diff(sure[wrong]) <= 1e-6)
     assert np.all(np.diff(sure[ids("sure")]) <= 1e-6) and sure[ids("sure")[0]] == sure.max()
     assert np.all(np.diff(sure[ids("unsure")]) >= -1e-6)
-    item = gallery.page("id")["items"][7]
-    assert (item["label"], item["predicted"]) == (arrays["labels"][7], logits[7].argmax())
-    assert item["probability"] == pytest.approx(sure[7], abs=1e-6)
+    item = gallery.page("id").items[7]
+    assert (item.label, item.predicted) == (arrays["labels"][7], logits[7].argmax())
+    assert item.probability == pytest.approx(sure[7], abs=1e-6)
     with pytest.raises(UserError, match="0 to 4"):
         gallery.page("id", 5)
 
 
 def test_images_are_listed_while_labels_are_still_read(written):
     gallery = stored_gallery(store.open(written[0]))
-    assert [item["id"] for item in gallery.page("id", None, 1)["items"]] == list(range(60, 120))
-    assert gallery.page("wrong")["items"] is None  # not before all labels are known
+    assert [item.id for item in gallery.page("id", None, 1).items] == list(range(60, 120))
+    assert gallery.page("wrong").items is None  # not before all labels are known
     gallery.thread.join()  # which that began to read
     assert gallery.done == 150 and not gallery.reading
-    assert gallery.page("wrong")["items"][0]["label"] is not None
+    assert gallery.page("wrong").items[0].label is not None
 
 
 def test_a_view_of_an_image_is_its_first(tmp_path):
@@ -83,12 +83,12 @@ def test_a_view_of_an_image_is_its_first(tmp_path):
     gallery = stored_gallery(store.open(tmp_path / "s"))
     gallery.read_all()
     some = gallery.page("id")
-    assert some["total"] == 8
+    assert some.total == 8
     message = open_viewer(str(tmp_path / "s"), None).image(2, 1)
     _, shown = unpacked(message, "maps")
     largest = arrays["weights"][7, ..., 0].astype(np.float16)  # of each query's three keys
     np.testing.assert_allclose(shown[:, : schema.heads].max(-1), largest, atol=2e-3)
-    assert [item["label"] for item in some["items"]] == arrays["labels"][::3].tolist()
+    assert [item.label for item in some.items] == arrays["labels"][::3].tolist()
 
 
 def test_a_damaged_shard_stops_the_reading_with_its_name(written, tmp_path):

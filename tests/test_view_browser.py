@@ -128,7 +128,7 @@ def test_rows_are_those_of_inspect(browser, tmp_path, name):
             np.testing.assert_allclose(rows[layer][narrow], exact[layer][narrow], atol=2e-6)
         np.testing.assert_allclose(rows.sum(-1), 1, atol=2e-3)  # what float16 leaves
         chosen = {"layer": 1, "head": "2", "query": "7"}
-        same(json.loads(shown.saved("#json")), inspect.attention(0, url=url, **chosen))
+        same(json.loads(shown.saved("#json")), inspect.attention(0, url=url, **chosen).to_json())
         shown.page.wait_for_selector("text=does not say which images")
         assert not shown.complaints
         shown.page.close()
@@ -213,8 +213,8 @@ def test_hover_and_click(page, run):
     page.page.hover("h1")
     assert page.state()["query"] == "6"
     seen = inspect.attention(3, run_dir=run, layer=1, head="0", query="6")
-    same(json.loads(page.saved("#json")), seen)
-    mean_x = f"mean ({seen['gaussian'][0]:.3f}, {seen['gaussian'][1]:.3f})"
+    same(json.loads(page.saved("#json")), seen.to_json())
+    mean_x = f"mean ({seen.gaussian[0]:.3f}, {seen.gaussian[1]:.3f})"
     assert mean_x in page.text("#facts")
     page.page.click("[data-direction=to]")
     reversed_ = json.loads(page.saved("#json"))
@@ -275,14 +275,14 @@ def test_a_student_beside_the_teacher(page, run):
     assert page.page.locator("#panes canvas").count() == 2
     chosen = {"layer": 1, "head": "0", "query": "4"}
     seen = inspect.attention(7, run_dir=run, student="standard", **chosen)
-    same(json.loads(page.saved("#json")), seen)
-    assert f"{seen['kl']:.4f} nats" in page.text("#facts")
-    head_kl = inspect.attention(7, run_dir=run, student="standard", layer=1, head="0")["kl"]
+    same(json.loads(page.saved("#json")), seen.to_json())
+    assert f"{seen.kl:.4f} nats" in page.text("#facts")
+    head_kl = inspect.attention(7, run_dir=run, student="standard", layer=1, head="0").kl
     label = page.page.get_attribute(".cell[data-layer='1'][data-head='0']", "aria-label")
     assert label.endswith(f"KL {head_kl:.3f} nats")
     page.press("m", "Escape")
     seen = inspect.attention(7, run_dir=run, student="standard", layer=1, query="mean")
-    same(json.loads(page.saved("#json")), seen)
+    same(json.loads(page.saved("#json")), seen.to_json())
 
 
 def test_numbers_of_heads_and_rollout(page, run):
@@ -442,7 +442,7 @@ def test_a_page_without_a_server(browser, run, tmp_path, in_process):
     page.open("image=29&layer=1&head=1&query=2")
     assert page.page.locator(".thumb img").count() == 2
     seen = inspect.attention(29, run_dir=run, student="standard", layer=1, head="1", query="2")
-    same(json.loads(page.saved("#json")), seen)
+    same(json.loads(page.saved("#json")), seen.to_json())
     page.page.select_option("#student", "")
     page.until("document.querySelectorAll('#panes canvas').length == 1")
     page.press("p")

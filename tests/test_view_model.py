@@ -169,8 +169,8 @@ def test_a_store_of_a_model_round_trips(viewer, model, pictures, tmp_path, in_pr
     opened = open_viewer(str(url), None)
     opened.load_images()
     opened.gallery("train", "").read_all()
-    first, second = opened.page("train", "", "id", None, 0)["items"]
-    assert second["title"] == "b.png" and "label" not in first and opened.pixels(1)
+    first, second = opened.page("train", "", "id", None, 0).items
+    assert second.title == "b.png" and first.label is None and opened.pixels(1)
     # from patches to patches, renormalised, as a student's are
     from gaupipe.distillation.kinds import MAP_KINDS
 

@@ -22,6 +22,7 @@ from gaupipe.vit.saving import class_names
 from stages.look.colours import colours
 from stages.look.measures import numbers, with_mean_and_rollout
 from stages.view.serve import model_viewer, open_viewer
+from stages.view.viewer import Start
 from viewing import Page, get, serving, unpacked
 from vits import randomised
 
@@ -135,14 +136,14 @@ def test_images_of_a_run_cannot_be_added_to(small_run, tmp_path):
 
 
 def test_it_opens_on_the_gradient_for_the_class_token_or_on_what_there_is(viewer, folder, tmp_path):
-    assert viewer.about()["start"] == {"layer": 1, "head": "gradient", "query": "x0"}
+    assert viewer.about().start == Start(layer=1, head="gradient", query="x0")
     pooled = timm.create_model(
         "vit_tiny_patch16_224", **SIZES | dict(num_classes=0), class_token=False, global_pool="avg"
     )
     save_student(pooled, tmp_path / "pooled", mean=(0.5,) * 3, std=(0.5,) * 3)
     job, _ = open_model(str(tmp_path / "pooled"), [folder / "photos"], to_look=True)
-    start = model_viewer(job).about()["start"]
-    assert start == {"layer": 1, "head": "mean", "query": 2 * 4 + 2}  # the patch in the middle
+    start = model_viewer(job).about().start
+    assert start == Start(layer=1, head="mean", query=2 * 4 + 2)  # the patch in the middle
 
 
 def test_classes_of_imagenet_have_their_names():

@@ -128,7 +128,7 @@ def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> s
     lines.append("|---" * 7 + "|")
     for (name, other), verdict in differences(points).items():
         cells = [name, other, str(len(points[name, other])), *difference_cells(verdict)]
-        lines.append(f"| {' | '.join(cells)} | {verdict['verdict']} |")
+        lines.append(f"| {' | '.join(cells)} | {verdict.verdict} |")
     return "\n".join(lines)
 
 
@@ -188,10 +188,10 @@ def difference_cells(verdict: Verdict | None) -> list[str]:
     """Difference, interval and Holm's p; empty where there is nothing to compare."""
     if verdict is None:
         return ["", "", ""]
-    points = f"{verdict['mean']:+.1f}"
-    if verdict["p"] is None:
+    points = f"{verdict.mean:+.1f}"
+    if verdict.p is None:
         return [points, "", ""]
-    return [points, f"{verdict['low']:+.1f} to {verdict['high']:+.1f}", f"{verdict['holm']:.3f}"]
+    return [points, f"{verdict.low:+.1f} to {verdict.high:+.1f}", f"{verdict.holm:.3f}"]
 
 
 def mean_and_std(runs: list[Training], key: str) -> str:
@@ -200,9 +200,9 @@ def mean_and_std(runs: list[Training], key: str) -> str:
     if not shares:
         return ""
     result = spread(shares)
-    if result["std"] is None:
-        return f"{result['mean']:.1f}"
-    return f"{result['mean']:.1f} ± {result['std']:.1f}"
+    if result.std is None:
+        return f"{result.mean:.1f}"
+    return f"{result.mean:.1f} ± {result.std:.1f}"
 
 
 def checked_out() -> str:

@@ -134,7 +134,7 @@ class Batches:
         """
         order = self.buckets.epoch(augment.seed, number, self.batch_size)[first:]
         drawn = number
-        if view is not None:
+        if view is not None:  # as it was drawn for the store, whatever the epoch
             drawn = view
         batches = [np.concatenate([*parts.values()]) for parts in order]
         draws = [np.full(len(ids), drawn) for ids in batches]

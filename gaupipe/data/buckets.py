@@ -86,6 +86,8 @@ class Buckets:
         """Beginning of the share of each batch in each bucket: int64 [P, steps + 1]."""
         ends = np.cumsum([0, *self.sizes()])[:, None]  # of the buckets, laid one after the other
         steps = self.steps(batch_size)
+        # the ends are rounded, not the share of each bucket, whose errors would add up: whole
+        # batches differ by one image at most
         return np.diff(ends * np.arange(steps + 1) // steps, axis=0)
 
 

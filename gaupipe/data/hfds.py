@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gaupipe.data.folder import say_once, split_of
 from gaupipe.data.images import FileImages, stamp_of
@@ -15,6 +15,9 @@ from gaupipe.settings.sections import HFDS
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.imports import pip_install
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 LABEL_COLUMNS = ("label", "fine_label", "labels", "cls", "class")
 """Columns of a table, the likeliest first; ``cls`` is WebDataset's name."""
 
@@ -23,7 +26,7 @@ class Rows:
     """The bytes of images in the ``column`` of a table called ``name``, or in the files that it
     names."""
 
-    def __init__(self, name: str, table: Any, column: str) -> None:
+    def __init__(self, name: str, table: Dataset, column: str) -> None:
         self.name = name
         self.table = table.select_columns([column])
         self.column = column
@@ -71,7 +74,7 @@ def row_sources(settings: DataSettings, download: bool) -> dict[str, FileImages]
     return sources_of(Path(settings.name), splits, settings)
 
 
-def _tables(settings: DataSettings, download: bool) -> dict[str, Any]:
+def _tables(settings: DataSettings, download: bool) -> dict[str, Dataset]:
     """The tables of a data set, by their names of the splits."""
     try:
         import datasets
@@ -100,7 +103,7 @@ def _tables(settings: DataSettings, download: bool) -> dict[str, Any]:
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _images_of(name: str, table: Any) -> Images | None:
+def _images_of(name: str, table: Dataset) -> Images | None:
     """The images of a table; None where it, or one of its images, has no label."""
     import datasets
 

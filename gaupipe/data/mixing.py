@@ -82,6 +82,7 @@ def mix(
     pairing = uniforms(seed, epoch, image_ids, 1, PAIRING)[:, 0]
     partner = np.empty(len(image_ids), dtype=np.int64)
     for part in np.split(np.arange(len(image_ids)), np.cumsum(parts)[:-1].astype(np.int64)):
+        # by the draws, and equal ones by id: the places in the batch play no part
         order = part[np.lexsort((np.asarray(image_ids)[part], pairing[part]))]
         partner[order] = np.roll(order, -1)
     draws = uniforms(seed, epoch, image_ids, 4, MIXING)

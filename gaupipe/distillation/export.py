@@ -1,9 +1,9 @@
-"""What a teacher's store holds: its schema, the drawing of its views, and the arrays of each
-batch."""
+"""What a teacher's store holds: its schema, and the arrays of each batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.distillation.kinds import MAP_KINDS, Attention
+from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.distillation.store_choice import check_export
 from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings import ExportSettings
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitMaps
 from store.encoding import LARGEST_MEAN, MEAN_STEP
@@ -37,13 +38,18 @@ def stored_export(url: str) -> ExportSettings | None:
         schema = store.open(url, allow_incomplete=True).schema
     except store.StoreError:
         return None
-    views = None if schema.extra.get("views") is None else schema.views
-    held: dict[str, Any] = {"kind": schema.kind, "encoding": schema.encoding}
-    held |= {"k": schema.k, "views": views}
-    held["layers"] = schema.extra.get("layers")
-    held["precision"] = schema.extra.get("precision")
-    held["grid"] = schema.grid if "pooled_from" in schema.extra else None
-    return ExportSettings.model_validate(held)
+    notes = StoreNotes.of(schema)
+    return ExportSettings.model_validate(
+        {
+            "kind": schema.kind,
+            "encoding": schema.encoding,
+            "k": schema.k,
+            "views": None if notes.views is None else schema.views,
+            "layers": notes.layers,
+            "precision": notes.precision,
+            "grid": None if notes.pooled_from is None else schema.grid,
+        }
+    )
 
 
 def make_schema(
@@ -58,17 +64,14 @@ def make_schema(
     assert kind is not None and export.encoding is not None  # chosen() names both
     check_export(export, job.settings, job.teacher, shape.grid, shape.layers)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
-    notes = job.notes()
-    if arguments := job.settings.phase_a.teacher_args:
-        notes["teacher_args"] = arguments
-    if export.views is not None:
-        notes["views"] = drawing(job.settings)
-    if export.layers is not None:
-        notes["layers"] = export.layers
-    if export.precision is not None:
-        notes["precision"] = export.precision
-    if export.grid is not None:
-        notes["pooled_from"] = list(shape.grid)
+    notes = replace(
+        job.notes(),
+        teacher_args=job.settings.phase_a.teacher_args or None,
+        views=None if export.views is None else Drawing.of(job.settings),
+        layers=export.layers,
+        precision=export.precision,
+        pooled_from=None if export.grid is None else list(shape.grid),
+    )
     shape = shape.stored(export)
     return store.Schema(
         kind=kind,
@@ -86,16 +89,8 @@ def make_schema(
         parametrisation=job.settings.phase_a.parametrisation,
         embedding_dim=network.embedding if network and kind == "embedding" else None,
         prefix_tokens=getattr(job.teacher, "kept_prefix", 0),
-        extra=notes,
+        extra=notes.to_json(),
     )
-
-
-def drawing(settings: Settings) -> dict[str, object]:
-    """The source of the views of a store, as JSON: phase B must draw the same."""
-    augment = settings.augment.model_dump(mode="json")
-    for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn
-        augment.pop(name, None)
-    return {"seed": settings.seed, "augment": augment}
 
 
 def decoder(job: TeacherJob[Any], kind: str) -> dict[str, np.ndarray] | None:
@@ -119,9 +114,10 @@ def outputs(
     batch alone, so that any batch can be made again. ``losses`` gets what is :func:`lost`.
     """
     seed = job.settings.seed if seed is None else seed
-    dtype = getattr(torch, schema.extra.get("precision", "float32"))
+    notes = StoreNotes.of(schema)
+    dtype = getattr(torch, notes.precision or "float32")
     generator = torch.Generator(job.device)
-    if schema.extra.get("views") is None:
+    if notes.views is None:
         loaded = batches.in_order(entries)
     else:
         size = job.data.image_size  # the student's, for which views are drawn
@@ -130,7 +126,7 @@ def outputs(
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
         with torch.autocast(job.device.type, dtype, enabled=dtype != torch.float32):
-            logits, attention = job.forward_with_maps(batch, generator, schema.extra.get("layers"))
+            logits, attention = job.forward_with_maps(batch, generator, notes.layers)
         if isinstance(attention, VitMaps):
             height, width = schema.grid
             attention = attention.on_grid((height, width))
@@ -141,8 +137,10 @@ def outputs(
         with torch.no_grad():
             stored = torch.float32 if schema.encoding == "uint8" else torch.float16
             named = {**MAP_KINDS[schema.kind].arrays(attention, schema.k, stored), "logits": logits}
-        if losses is not None and (loss := lost(schema, attention, named)) is not None:
-            losses.append(loss.double().cpu() * len(batch))
+        if losses is not None:
+            loss = lost(schema, attention, named)
+            if loss is not None:
+                losses.append(loss.double().cpu() * len(batch))
         arrays = {}
         for name, tensor in named.items():
             if tensor.is_floating_point():

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from timm.data import resolve_model_data_config
 
 from gaupipe.data.prepared import PreparedImages, image_files
 from gaupipe.data.splits import ImageData, Split
+from gaupipe.distillation.notes import StoreNotes
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
 from gaupipe.settings.sections import LOCAL, with_whole_path
@@ -37,38 +38,38 @@ BATCH = 1
 class FilesJob(TeacherJob[VitTeacher]):
     """A ViT on image files, as an export takes a teacher on the data of a run.
 
-    images  the paths of the ``files`` and folders, the ``transform`` of the images as keywords of
-            ``timm.data.create_transform``, and ``class_names``, as JSON
+    images  notes on the images: ``files``, ``transform`` and ``class_names``
     """
 
-    images: dict[str, Any] = field(default_factory=dict)
+    images: StoreNotes = field(default_factory=StoreNotes)
 
     @property
     def student_shape(self) -> None:
         """There is no student."""
         return None
 
-    def notes(self) -> dict[str, object]:
-        """The model and its images, as JSON."""
-        return {"teacher": self.teacher.name, "predicts": self.teacher.predicts, **self.images}
+    def notes(self) -> StoreNotes:
+        return replace(self.images, teacher=self.teacher.name, predicts=self.teacher.predicts)
 
 
 def images_of(
-    notes: dict[str, Any],
+    notes: StoreNotes,
     num_classes: int,
     with_digest: bool = False,
     files: Sequence[Path] | None = None,
 ) -> ImageData:
     """The images of :meth:`FilesJob.notes`, whose ``files`` may have been listed already. Raises
     UserError where they are no longer there."""
-    files = files or list(image_files([Path(path) for path in notes["files"]]))
-    transform = notes["transform"]
+    paths = [Path(path) for path in notes.files or ()]
+    files = files or list(image_files(paths))
+    transform = notes.transform
+    assert transform is not None  # of image files
     source = PreparedImages(files, transform)
-    source.class_names = tuple(notes["class_names"])
+    source.class_names = tuple(notes.class_names or ())
     split = Split(source, np.arange(len(files)))
     channels, _, size = transform["input_size"]
     return ImageData(
-        Path(notes["files"][0]).name,
+        paths[0].name,
         split,
         split,
         num_classes,
@@ -140,16 +141,17 @@ def job_of(
     if image_size not in (None, transform["input_size"][-1]):
         set_size(model, image_size, source)
         transform["input_size"] = (transform["input_size"][0], image_size, image_size)
-    images = {
-        "files": [str(path.resolve()) for path in paths],
-        "transform": json.loads(json.dumps(transform)),  # of lists in place of tuples
-        "class_names": [],
-    }
     num_classes = getattr(model, "num_classes", 1)
+    names: Sequence[str] = ()
     if num_classes and named:
         names = class_names(model, num_classes)
-        if names != tuple(map(str, range(num_classes))):  # not the numbers of classes without names
-            images["class_names"] = names
+        if names == tuple(map(str, range(num_classes))):  # the numbers of classes without names
+            names = ()
+    images = StoreNotes(
+        files=[str(path.resolve()) for path in paths],
+        transform=json.loads(json.dumps(transform)),  # of lists in place of tuples
+        class_names=names,
+    )
     data = images_of(images, max(num_classes, 1), not to_look, files)
     try:
         teacher = VitTeacher(model, data, source)

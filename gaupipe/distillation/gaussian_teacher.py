@@ -89,7 +89,8 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
                     noise = draws.noise(batch)  # [B, L, H, T, 2]
                 with update.forward():
                     loss = loss_of(batch, parameters, noise)
-                scale = update(loss, batch.weight)
+                scale = update.backward(loss, batch.weight)
+                update.step()
                 # an image occurs once an epoch, so its parameters step at once
                 if per_image is not None and parameters is not None:
                     per_image.update(batch.ids, per_image_gradient(parameters, scale))

@@ -6,24 +6,21 @@ Axis letters: H heads, T tokens on a grid (h, w).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.job import PhaseB
+from gaupipe.distillation.job import StudentLosses, gammas
 from gaupipe.distillation.kinds import AS_STORED, Seen, StoredGaussians, select_heads
-from gaupipe.distillation.losses import ConstantMaps, TeacherMaps
+from gaupipe.distillation.losses import ConstantMaps
 from gaupipe.distillation.store_choice import MapShape
 from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.maps.gaussians import local_axes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
-from gaupipe.training.job import Training
+from gaupipe.training.job import EpochPlan, Training, identity, share_of_dropped_patches
 
 
 class LocalMaps(StoredGaussians):
@@ -107,43 +104,38 @@ def described(phase: PhaseASettings) -> str:
     return f"Gaussians of std {stds} tokens {places}, the same for all images"
 
 
-@dataclass
-class LocalPhaseB(PhaseB):
-    """A student that learns from fixed Gaussians, its ``maps``, without a store."""
-
-    maps: LocalMaps  # type: ignore[assignment]
-
-    def identity(self) -> dict[str, object]:
-        return Training.identity(self)
-
-    def maps_of_epoch(self, epoch: int) -> tuple[None, None]:
-        return None, None
-
-    def source_of_maps(self) -> None:  # type: ignore[override]
-        return None
-
-    def remarks(self) -> list[str]:
-        maps = described(self.settings.phase_a)
-        return [f"the teacher local has {maps}; it predicts nothing, so phase_b.alpha is 0"]
-
-    def teacher_maps(self, batch: Batch) -> TeacherMaps:
-        return self.constant_maps
-
-    @cached_property
-    def constant_maps(self) -> ConstantMaps:
-        heads = self.settings.phase_b.head_map
-        return ConstantMaps(self.maps, self.layers, self.maps.grid, heads)
-
-    @cached_property
-    def layers(self) -> list[int | None]:
-        return layer_map(self.settings.phase_b, self.maps.layers, self.maps.layers)
+def constant_maps(
+    settings: Settings, student: VisionTransformer, device: torch.device
+) -> ConstantMaps:
+    """The maps of ``phase_a.teacher: local`` as those of a student are compared with them. Raises
+    UserError as :func:`local_maps`."""
+    maps = local_maps(settings, student).to(device)
+    phase = settings.phase_b
+    return ConstantMaps(maps, layer_map(phase, maps.layers, maps.layers), maps.grid, phase.head_map)
 
 
 def build(
     settings: Settings, data: ImageData, device: torch.device, student: VisionTransformer
-) -> LocalPhaseB:
+) -> Training:
     """The training of a ``student`` that lies on the ``device``. Raises UserError as
     :func:`local_maps` and :func:`without_predictions`."""
     settings = without_predictions(settings)
-    maps = local_maps(settings, student).to(device)
-    return LocalPhaseB(settings, data, device, student, settings.student_training, maps)
+    train = settings.student_training
+    maps = constant_maps(settings, student, device)
+    epochs = [
+        EpochPlan(gamma, share_of_dropped_patches(train, epoch, gamma))
+        for epoch, gamma in enumerate(gammas(settings))
+    ]
+    teacher = described(settings.phase_a)
+    return Training(
+        settings,
+        data,
+        device,
+        student,
+        train,
+        settings.augment,
+        StudentLosses(student, settings, lambda _batch: maps),
+        epochs,
+        identity(settings, data, train),
+        remarks=[f"the teacher local has {teacher}; it predicts nothing, so phase_b.alpha is 0"],
+    )

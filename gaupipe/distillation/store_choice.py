@@ -80,7 +80,7 @@ def chosen(
     except ValidationError as error:
         raise UserError(f"--{problem(error, ExportSettings)}") from None
     if teacher and student and stored is None and not settings.phase_a.learns_gaussians:
-        export = export.model_copy(update=compared(export, settings.phase_b, teacher, student))
+        export = compared(export, settings.phase_b, teacher, student)
     name = export.kind or default_kind(settings, export.encoding)
     kind = store.KINDS[name]
     k = export.k
@@ -97,17 +97,17 @@ def chosen(
 
 def compared(
     export: ExportSettings, phase: PhaseBSettings, teacher: MapShape, student: MapShape
-) -> dict[str, Any]:
-    """``grid`` and ``layers`` of the maps that a student compares, where an export leaves them open
-    and the teacher's are finer and more."""
-    changes: dict[str, Any] = {}
-    fewer = student.layers < teacher.layers and phase.layer_map is None
-    if export.layers is None and fewer:
-        changes["layers"] = evenly_spaced(student.layers, teacher.layers)
+) -> ExportSettings:
+    """The request for a store with the ``grid`` and ``layers`` of the maps that a student compares,
+    where it leaves them open and the teacher's are finer and more."""
+    layers = export.layers
+    if layers is None and student.layers < teacher.layers and phase.layer_map is None:
+        layers = evenly_spaced(student.layers, teacher.layers)
+    grid = export.grid
     coarser = all(few <= many for few, many in zip(student.grid, teacher.grid, strict=True))
-    if export.grid is None and coarser and student.grid != teacher.grid:
-        changes["grid"] = student.grid
-    return changes
+    if grid is None and coarser and student.grid != teacher.grid:
+        grid = student.grid
+    return export.model_copy(update={"layers": layers, "grid": grid})
 
 
 def planned_export(

@@ -14,6 +14,7 @@ from torch import Tensor
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import Attention
+from gaupipe.distillation.notes import StoreNotes
 from gaupipe.distillation.probe import Probe
 from gaupipe.distillation.store_choice import MapShape
 from gaupipe.settings import PhaseASettings, Settings
@@ -23,6 +24,7 @@ from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.teachers.vit import VitTeacher, as_taken
+from gaupipe.training.state import Identity
 from gaupipe.training.student import build_student
 
 MOST_NUMBERS = 10**8
@@ -92,16 +94,15 @@ class TeacherJob(Generic[Kind]):
         """:attr:`sha256` by a name for messages. Collective."""
         return {f"teacher {self.settings.phase_a.teacher}, sha256": self.sha256}
 
-    def notes(self) -> dict[str, object]:
-        """The teacher's settings in the attributes of its store, as JSON."""
+    def notes(self) -> StoreNotes:
+        """What a store notes of the teacher and its images."""
         phase = self.settings.phase_a
         data = self.settings.data.model_dump(mode="json", exclude={"buckets"})
-        notes: dict[str, object] = {"data": data}
         if isinstance(self.teacher, VitTeacher):
             probe = self.probe is not None
             predicts = probe or self.teacher.predicts
-            return {"teacher": phase.teacher, "predicts": predicts, "probe": probe, **notes}
-        return {"mode": phase.mode, "label_passes": self.teacher.passes or 1, **notes}
+            return StoreNotes(teacher=phase.teacher, predicts=predicts, probe=probe, data=data)
+        return StoreNotes(mode=phase.mode, label_passes=self.teacher.passes or 1, data=data)
 
 
 UPPER_ACCURACY = 0.98
@@ -133,7 +134,7 @@ def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
     )
 
 
-def identity(settings: Settings, data: ImageData) -> dict[str, object]:
+def identity(settings: Settings, data: ImageData) -> Identity:
     """Every setting that phase A reads, and the data set."""
     read_by_phase_a = flatten(settings.without_student(), Scope.ANYTIME)
     return read_by_phase_a | {"the data set": data.sha256}

@@ -10,9 +10,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.teacher import TeacherJob, ending, identity
-from gaupipe.settings import Settings
-from gaupipe.settings.augment import AugmentSettings
+from gaupipe.distillation.teacher import TeacherJob, identity
+from gaupipe.settings import Settings, TrainSettings
 from gaupipe.settings.load import parse
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.device import select_device
@@ -20,33 +19,33 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.pretrained import load_vit
 from gaupipe.teachers.vit import VitTeacher
-from gaupipe.training.job import Training
+from gaupipe.training.job import EpochPlan, LabelLosses, Training
 from gaupipe.training.scores import score_model
-from gaupipe.training.state import TrainingState
 from gaupipe.vit.build import build_vit
 
 VitJob = TeacherJob[VitTeacher]
 
 
-class TeacherTraining(Training):
-    """The training of the teacher ``vit``: on the labels, until a training accuracy is reached."""
-
-    @property
-    def augment(self) -> AugmentSettings:
-        return self.settings.phase_a_augment
-
-    def label(self, folder: Path) -> str:
-        return "phase A"
-
-    def identity(self) -> dict[str, object]:
-        return identity(self.settings, self.data)
-
-    def ending(self, state: TrainingState[VisionTransformer], folder: Path) -> str:
-        return ending(self.settings.phase_a, state.metrics)
-
-    def is_over(self, state: TrainingState[VisionTransformer], metrics: EpochMetrics) -> bool:
-        train_acc = metrics["train_acc"]
-        return train_acc is not None and train_acc >= self.settings.phase_a.stop_accuracy
+def build_training(settings: Settings, data: ImageData) -> Training:
+    """The training of a fresh teacher ``vit``: on the labels, until a training accuracy is
+    reached."""
+    phase = settings.phase_a
+    device = select_device(settings.device, settings.threads)
+    vit = build_model(settings, data).to(device)
+    # no label smoothing: maps of a teacher with smoothed labels teach less
+    train = TrainSettings(epochs=phase.max_epochs, optim=phase.optim)
+    return Training(
+        settings,
+        data,
+        device,
+        vit,
+        train,
+        settings.phase_a_augment,
+        LabelLosses(vit, train, settings.compile),
+        [EpochPlan()] * phase.max_epochs,
+        identity(settings, data),
+        stop_accuracy=phase.stop_accuracy,
+    )
 
 
 def measure(job: VitJob, started: float) -> EpochMetrics:

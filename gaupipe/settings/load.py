@@ -18,6 +18,11 @@ from gaupipe.settings import Settings, TrainSettings, scope
 from gaupipe.settings.sections import LOCAL, Scope, fields_of, problem, with_whole_path
 from gaupipe.system.errors import UserError
 
+Tree = dict[str, Any]
+"""Settings as YAML nests them, {"a": {"b": value}}."""
+ByName = dict[str, Any]
+"""Settings as the command line names them, {"a.b": value}, as JSON values."""
+
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "configs"
 """The folder of the configurations: inside an installed package, beside the package in a clone."""
@@ -45,7 +50,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
         return parse(merged, "--set")
 
 
-def _for_model(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _for_model(tree: Tree, given: Tree) -> Tree:
     """A copy of a file's settings, without its attention where the settings ``given`` by a command
     name trained weights, which then keep theirs, but no attention."""
     tree = copy.deepcopy(tree)
@@ -60,11 +65,11 @@ def _for_model(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def with_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. What is set
     in ``train`` no longer differs in ``phase_b`` and ``baseline``, unless set there too. Raises
     UserError for text that is no such setting."""
-    given: dict[str, Any] = {}
+    given: Tree = {}
     for override in overrides:
         _apply(given, override)
     _forget_other_trainings(tree, given)
@@ -73,7 +78,7 @@ def with_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
     return tree
 
 
-def _forget_other_trainings(tree: dict[str, Any], given: dict[str, Any]) -> None:
+def _forget_other_trainings(tree: Tree, given: Tree) -> None:
     """Takes out of ``phase_b`` and ``baseline`` what ``given`` sets in ``train``."""
     for name, _ in _leaves(given.get("train", {}), ""):
         *parents, leaf = name.split(".")[:2]  # keywords in optim.args are one setting
@@ -93,14 +98,14 @@ def load_merged(source: str | Path, overrides: Sequence[str]) -> Settings:
     return parse(_merged(tree, given), "--set")
 
 
-def _merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _merged(tree: Tree, changes: Tree) -> Tree:
     for name, value in changes.items():
         both = isinstance(value, dict) and isinstance(tree.get(name), dict)
         tree[name] = _merged(tree[name], value) if both else value
     return tree
 
 
-def parse(tree: dict[str, Any], where: str) -> Settings:
+def parse(tree: Tree, where: str) -> Settings:
     """Validates a nested dict of settings; ``where`` names it in messages. Trained weights keep
     their attention, unless ``model.attention`` names another one. Raises UserError."""
     model = tree.get("model")
@@ -112,7 +117,7 @@ def parse(tree: dict[str, Any], where: str) -> Settings:
         raise UserError(f"{where}: {problem(error, Settings)}") from None
 
 
-def _attention_of_weights(name: str) -> dict[str, object]:
+def _attention_of_weights(name: str) -> Tree:
     """``attention`` and ``attention_options`` of trained weights, as the config.json of a
     ``local-dir:`` says; any other weights have standard attention. Empty for a model that is
     trained from the start."""
@@ -132,8 +137,8 @@ def dump(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
-def flatten(settings: Settings, *without: Scope) -> dict[str, object]:
-    """{"a.b": value} of every setting, as JSON values, but for those of the scopes ``without``."""
+def flatten(settings: Settings, *without: Scope) -> ByName:
+    """All settings, but for those of the scopes ``without``."""
     leaves = _leaves(settings.model_dump(mode="json"), "")
     return {name: value for name, value in leaves if scope(name) not in without}
 
@@ -207,7 +212,7 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply(tree: Tree, override: str) -> None:
     where = f"--set {override!r}" if len(override) < 200 else f"--set '{override[:200]}...'"
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -236,7 +241,7 @@ def _is_text(key: str) -> bool:
     return str in kinds or Path in kinds
 
 
-def set_value(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
+def set_value(tree: Tree, key: str, value: Any, where: str) -> None:
     """Sets "a.b" in a nested dict. Raises UserError, naming ``where``, if "a" is a value."""
     *parents, leaf = key.split(".")
     for parent in parents:

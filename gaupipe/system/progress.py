@@ -54,6 +54,12 @@ def shared_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def say(text: str) -> None:
+    """Prints a line, above a bar where there is one."""
+    console = shared_console()
+    console.print(fitted(text, console.file), soft_wrap=True)
+
+
 EPOCHS_SHOWN = 10
 """Epochs that stay on a terminal when a job ends."""
 
@@ -152,7 +158,7 @@ class EpochProgress:
     def line(self, text: str) -> None:
         """Prints a line above the bar."""
         self._said = time.monotonic()
-        self.console.print(fitted(text, self.console.file), soft_wrap=True)
+        say(text)
 
 
 def spread(rows: Sequence[T], most: int) -> list[T]:

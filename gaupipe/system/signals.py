@@ -73,7 +73,8 @@ class Pauses:
         _ENTERED.remove(self)
         self.let_go()
         if exception is None and self.received and not self.signal:
-            os.kill(os.getpid(), self.received)  # it came after the last question
+            # it came after the last exchange of requests: nobody has answered it
+            os.kill(os.getpid(), self.received)
 
     def let_go(self) -> None:
         """From now on signals do what they did before this was entered."""
@@ -106,7 +107,7 @@ class Pauses:
         late, *ended = requests
         self.late |= late > 0
         for number, ranks in zip(SIGNALS, ended, strict=True):
-            if ranks and self.signal is None:
+            if ranks and self.signal is None:  # ranks with different signals end by the same one
                 self.signal = number
 
     def all_reduce(self) -> None:

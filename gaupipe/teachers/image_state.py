@@ -115,7 +115,7 @@ class ImageState:
         parameters, first, second = values.tensor_split(3, dim=1)  # views, stepped in place
         beta1, beta2 = BETAS
         steps = self.steps[image_ids].add_(1)  # a copy
-        power = steps.double().unsqueeze(1)
+        power = steps.double().unsqueeze(1)  # torch's Adam corrects the bias in double, too
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = second.div((1 - beta2**power).float()).sqrt_().add_(EPS)

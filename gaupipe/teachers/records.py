@@ -19,7 +19,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -28,6 +28,16 @@ from torch import Tensor
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_flushed
+
+
+class CommittedRecords(TypedDict):
+    """What a checkpoint says of records."""
+
+    place: Tensor
+    """The file that holds each image's record, uint8 [N]."""
+    commits: int
+    checksums: Tensor
+    """crc32c of each image's record, as int32 [N]; 0 of one that was never written."""
 
 
 class Records:
@@ -138,14 +148,14 @@ class Records:
             if not self.written.any() and not (self.place[used] == place).any():
                 os.ftruncate(descriptor, 0)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> CommittedRecords:
         if self.written.any():
             raise RuntimeError("a checkpoint has committed records only: call commit() first")
         committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
         checksums = torch.from_numpy(committed.view(np.int32))
         return {"place": self.place, "commits": self.commits, "checksums": checksums}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: CommittedRecords) -> None:
         commits = state["commits"]
         if commits:  # else nothing was ever written, and there need be no files
             self._check_files(commits)

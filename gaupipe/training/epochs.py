@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped
 from gaupipe.system.progress import EpochMetrics, EpochProgress, write_metrics
 from gaupipe.system.signals import Pauses
-from gaupipe.training.state import TrainingState
+from gaupipe.training.state import BegunEpoch, RankInEpoch, TrainingState
 from gaupipe.training.step_log import StepLog
 from gaupipe.training.update import Update
 
@@ -91,8 +91,10 @@ def loop(
     folder: Path,
     label: str,
     total: int,
+    remarks: Sequence[str] = (),
 ) -> Iterator[Loop]:
-    """The training of ``state`` on ``batches`` for ``total`` epochs, some of them done before."""
+    """The training of ``state`` on ``batches`` for ``total`` epochs, some of them done before. One
+    that begins says the ``remarks``."""
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
     progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
     for module in state.modules.modules():
@@ -100,6 +102,9 @@ def loop(
             module.set_grad_checkpointing(settings.grad_checkpointing)
     with progress, StepLog(settings, folder, update, batches) as steps:
         progress.line(f"{label}: {what_is_left(state, update, batches, total)}")
+        if not state.metrics:
+            for remark in remarks:
+                progress.line(f"{label}: {remark}")
         yield Loop(folder, settings.seed, total, update, progress, steps)
 
 
@@ -217,7 +222,7 @@ class Epoch:
         began = time.monotonic()
         processor_began = time.process_time()
         update = self.loop.update
-        mine = {
+        mine: RankInEpoch = {
             "images": self.images,
             "sums": {name: total.cpu() for name, total in self.sums.items()},
             "generators": {name: one.get_state() for name, one in self._generators.items()},
@@ -236,7 +241,7 @@ class Epoch:
             where = f"in epoch {self.number + 1}, after batch {self.batches} of {update.steps}"
             raise Stopped(update.pauses.signal, where)
 
-    def _load(self, saved: dict[str, Any]) -> None:
+    def _load(self, saved: BegunEpoch) -> None:
         """Takes over what :meth:`_save` wrote: of the ranks that there were, every so many."""
         ranks = saved["ranks"]
         self.loop.progress.skip(sum(rank["images"] for rank in ranks))

@@ -1,9 +1,9 @@
 """A training: a ViT that learns from the labels of its data, its losses, and the loop over
-batches. Phase B adds a teacher's maps to the same loop."""
+batches. Phase B and the training of the teacher ``vit`` are the same loop: phase B adds losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ from gaupipe.teachers.fine_tuning import weights_sha256
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.scores import percent, score_model
-from gaupipe.training.state import TrainingState
+from gaupipe.training.scores import score_model
+from gaupipe.training.state import Identity, TrainingState
 from gaupipe.training.student import build_student
 
 
@@ -50,113 +50,6 @@ def hard_loss(
         one_hot = torch.zeros_like(logits).scatter_(1, labels[:, None], 1.0)
         labels = mixed_targets(one_hot, mixed)
     return F.cross_entropy(logits, labels, label_smoothing=smoothing)
-
-
-@dataclass
-class Training:
-    """A ViT, the ``student``, that learns from the labels of its data."""
-
-    settings: Settings
-    data: ImageData
-    device: torch.device
-    student: VisionTransformer
-    train: TrainSettings
-
-    @property
-    def epochs(self) -> int:
-        return self.train.epochs
-
-    @property
-    def augment(self) -> AugmentSettings:
-        return self.settings.augment
-
-    def label(self, folder: Path) -> str:
-        """The name of the training in lines and on the bar."""
-        return f"{folder.name} (plain)"
-
-    def identity(self) -> dict[str, object]:
-        """Settings, data and teacher that a checkpoint belongs to."""
-        # the epoch to keep, the store and the trainings of other students may change
-        changes = {
-            "train": self.train.model_copy(update={"keep": "last"}),
-            "phase_b": self.settings.phase_b.model_copy(update=dict(TrainChanges())),
-            "baseline": BaselineSettings(),
-            "export": ExportSettings(),
-        }
-        return flatten(self.settings.model_copy(update=changes), Scope.ANYTIME) | {
-            "the data set": self.data.sha256,
-            **weights_sha256(self.settings.model.name),
-        }
-
-    def losses(self) -> LabelLosses:
-        """A module that gives the losses of a (batch, gamma)."""
-        return LabelLosses(self)
-
-    def gamma(self, epoch: int) -> float:
-        """The weight of L_feat in an epoch counted from 0."""
-        return 0.0
-
-    def share_of_dropped_patches(self, epoch: int) -> float:
-        """The share of the patches that the student drops in an epoch counted from 0."""
-        if epoch >= self.epochs // 2 or self.gamma(epoch):
-            return 0.0
-        return self.train.patch_drop_rate
-
-    def drop_patches(self, epoch: int) -> None:
-        """From now on the student drops the patches of an epoch counted from 0."""
-        if isinstance(self.student.patch_drop, PatchDropout):
-            self.student.patch_drop.prob = self.share_of_dropped_patches(epoch)
-
-    def maps_of_epoch(self, epoch: int) -> tuple[Any, int | None]:
-        """The stored maps of an epoch's batches, and the view of the images that they show."""
-        return None, None
-
-    def source_of_maps(self) -> tuple[str, str] | None:
-        """(url, sha256 of its teacher) of the store that the student learns from, if any."""
-        return None
-
-    def remarks(self) -> list[str]:
-        """Lines to print before the first epoch."""
-        rate = self.train.patch_drop_rate
-        if rate and not any(map(self.share_of_dropped_patches, range(self.epochs))):
-            return [
-                f"patch_drop_rate={rate} drops nothing: patches are dropped in the first "
-                "half of the epochs, except while maps are compared (phase_b.gamma_schedule)"
-            ]
-        return []
-
-    def ending(self, state: TrainingState[VisionTransformer], folder: Path) -> str:
-        """A line about a training that has ended: which epoch is kept where, how good it is, and
-        why the training ended early."""
-        assert state.best
-        keep = self.train.keep
-        best = state.best["epoch"]
-        last = len(state.metrics)
-        kept = best if keep == "best" else last
-        accuracies = [entry["val_acc"] or 0.0 for entry in state.metrics]
-        line = f"{folder / 'student'} is of epoch {kept}"
-        if best == last:
-            line += ", the best"
-        elif keep == "best":
-            line += ", the best (train.keep=best)"
-        else:
-            line += " (train.keep=last)"
-        images = len(self.data.val)
-        accuracy = percent(accuracies[kept - 1], images)
-        line += f": val {accuracy}, the 95 % interval of {images:,} images"
-        if best != last and keep == "best":
-            line += f"; {folder / 'last'} is of epoch {last}: {100 * accuracies[-1]:.1f} %"
-        elif best != last:
-            line += f"; {folder / 'best'} is of epoch {best}: {100 * accuracies[best - 1]:.1f} %"
-        if last < self.epochs:
-            line += f"; patience={self.train.patience} ended the training"
-        return line
-
-    def is_over(self, state: TrainingState[VisionTransformer], metrics: EpochMetrics) -> bool:
-        """True if the training ends early after an epoch with these ``metrics``."""
-        patience = self.train.patience
-        since_best = state.keep_best(metrics)  # also without patience: the best may be kept
-        return patience is not None and since_best >= patience
 
 
 @dataclass(frozen=True)
@@ -179,15 +72,17 @@ class StepLosses:
 
 
 class LabelLosses(nn.Module):
-    """The cross-entropy with the labels."""
+    """The cross-entropy of a student with the labels."""
 
-    def __init__(self, job: Training) -> None:
+    def __init__(
+        self, student: VisionTransformer, train: TrainSettings, compile: bool = False
+    ) -> None:
         super().__init__()
-        self.student = job.student
-        self.label_smoothing = job.train.label_smoothing
-        self.forward_student: Callable[..., Tensor] = job.student
-        if job.settings.compile:
-            self.forward_student = torch.compile(job.student)
+        self.student = student
+        self.label_smoothing = train.label_smoothing
+        self.forward_student: Callable[..., Tensor] = student
+        if compile:
+            self.forward_student = torch.compile(student)
 
     def forward(self, batch: Batch, gamma: float = 0.0) -> StepLosses:
         """Losses of a batch without a teacher; ``gamma`` is for those of phase B."""
@@ -199,32 +94,63 @@ class LabelLosses(nn.Module):
         return StepLosses(loss, loss, acc=(logits.argmax(-1) == batch.labels).float().mean())
 
 
-def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
-    """Trains all epochs that are left: each batch makes an optimizer step, each epoch a score, a
-    line of metrics.jsonl and a checkpoint."""
-    settings = job.settings
-    label = job.label(folder)
-    loss_module = job.losses()
-    training, validation = train_and_val(job.data, settings.data, job.device)
-    augment = Augment(job.augment, settings.seed)
-    is_new = not state.metrics
+@dataclass(frozen=True)
+class EpochPlan:
+    """What changes from epoch to epoch."""
 
-    with loop(settings, state, training, folder, label, job.epochs) as running:
+    gamma: float = 0.0
+    """The weight of L_feat."""
+    dropped: float = 0.0
+    """The share of the patches that the student drops."""
+    maps: Any = None
+    """Has ``prefetch``, which reads the stored maps of batches; None for no maps."""
+    view: int | None = None
+    """The view of the images that these are maps of; None for an epoch's own."""
+
+
+@dataclass
+class Training:
+    """A ViT, the ``student``, and what the loop of :func:`train` needs to train it. Its builders
+    fill it: :func:`build`, that of phase B, and that of the teacher ``vit``."""
+
+    settings: Settings
+    data: ImageData
+    device: torch.device
+    student: VisionTransformer
+    train: TrainSettings
+    """Of this ViT: the optimizer, the patience, the epoch that is kept."""
+    augment: AugmentSettings
+    losses: LabelLosses
+    """Gives the losses of a (batch, gamma)."""
+    epochs: list[EpochPlan]
+    identity: Identity
+    source_of_maps: tuple[str, str] | None = None
+    """(url, sha256 of its teacher) of the store that the student learns from, if any."""
+    stop_accuracy: float | None = None
+    """The accuracy on the training images that ends the training of a teacher."""
+    remarks: Sequence[str] = ()
+    """Lines to print before the first epoch."""
+
+
+def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, label: str) -> None:
+    """Trains all epochs that are left: each batch makes an optimizer step, each epoch a score, a
+    line of metrics.jsonl and a checkpoint. ``label`` names the training in lines and on the bar."""
+    training, validation = train_and_val(job.data, job.settings.data, job.device)
+    augment = Augment(job.augment, job.settings.seed)
+    total = len(job.epochs)
+
+    with loop(job.settings, state, training, folder, label, total, job.remarks) as running:
         update = running.update
-        progress = running.progress
-        if is_new:  # a resumed training has said them
-            for remark in job.remarks():
-                progress.line(f"{label}: {remark}")
-        for epoch in running.epochs():
-            compute_losses = update.data_parallel(loss_module)
-            gamma = job.gamma(epoch.number)
-            maps, view = job.maps_of_epoch(epoch.number)
-            job.drop_patches(epoch.number)
-            for batch in training.epoch(epoch.number, augment, maps, view, epoch.first):
-                with update.forward():
-                    losses: StepLosses = compute_losses(batch, gamma)  # images [B, C, h, w]
-                update(losses.loss, batch.weight)
-                epoch.add(len(batch), **losses.by_name())
+        for epoch in running.epochs():  # the first may go on in its middle
+            plan = job.epochs[epoch.number]
+            drop_patches(job.student, plan.dropped)
+            compute_losses = update.data_parallel(job.losses)
+            for batch in training.epoch(epoch.number, augment, plan.maps, plan.view, epoch.first):
+                with update.forward():  # autocast
+                    losses: StepLosses = compute_losses(batch, plan.gamma)  # images [B, C, h, w]
+                update.backward(losses.loss, batch.weight)
+                update.step()  # the optimizer's, after optim.accumulate batches
+                epoch.add(len(batch), **losses.by_name())  # saves, if checkpoint_minutes are over
             means = epoch.means()
 
             scores = score_model(state.kept, validation)
@@ -236,25 +162,58 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
                 loss_soft=means.get("loss_soft"),
                 loss_hard=means["loss_hard"],
                 loss_feat=means.get("loss_feat"),
-                gamma=gamma,
+                gamma=plan.gamma,
             )
-            state.finished = job.is_over(state, metrics) or running.is_last(epoch)
+            state.finished = is_over(job, state, metrics) or running.is_last(epoch)
             running.show(epoch, means["loss"], train=means["acc"], val=scores.acc)
-            running.save(epoch, metrics)
-    progress.line(f"{label}: {job.ending(state, folder)}")
+            running.save(epoch, metrics)  # metrics.jsonl and the checkpoint
+
+
+def is_over(job: Training, state: TrainingState[VisionTransformer], metrics: EpochMetrics) -> bool:
+    """True if the training ends early after an epoch with these ``metrics``. Copies the weights of
+    a student that is the best so far, which may be the ones to keep."""
+    if job.stop_accuracy is not None:  # of a teacher the last epoch is kept
+        return (metrics["train_acc"] or 0.0) >= job.stop_accuracy
+    since_best = state.keep_best(metrics)
+    patience = job.train.patience
+    return patience is not None and since_best >= patience
+
+
+def share_of_dropped_patches(train: TrainSettings, epoch: int, gamma: float = 0.0) -> float:
+    """The share of the patches that a student drops in an epoch, counted from 0, that weighs L_feat
+    by ``gamma``: a teacher's maps are of all patches."""
+    if gamma or epoch >= train.epochs // 2:
+        return 0.0
+    return train.patch_drop_rate
+
+
+def drop_patches(student: VisionTransformer, share: float) -> None:
+    """From now on the student drops this share of the patches."""
+    if isinstance(student.patch_drop, PatchDropout):
+        student.patch_drop.prob = share
+
+
+def remarks_on_patches(train: TrainSettings, epochs: Sequence[EpochPlan]) -> list[str]:
+    """A line about patches that should be dropped and never are."""
+    if not train.patch_drop_rate or any(plan.dropped for plan in epochs):
+        return []
+    return [
+        f"patch_drop_rate={train.patch_drop_rate} drops nothing: patches are dropped in the first "
+        "half of the epochs, except while maps are compared (phase_b.gamma_schedule)"
+    ]
 
 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:
     """The optimizer of a ViT and its schedule, freshly started."""
     steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
-    optimizer, schedule = build_optimizer(job.student, job.train.optim, job.epochs, steps)
+    optimizer, schedule = build_optimizer(job.student, job.train.optim, len(job.epochs), steps)
     return TrainingState(
         job.student,
         optimizer,
         schedule,
         job.train.optim,
         choose_precision(job.settings.precision, job.device, job.student.embed_dim),
-        identity=job.identity(),
+        identity=job.identity,
     )
 
 
@@ -264,7 +223,36 @@ def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
     device = select_device(settings.device, settings.threads)
     train = settings.baseline_training
     student = build_student(settings, data, train, trained=afresh).to(device)
-    return Training(settings, data, device, student, train)
+    epochs = [
+        EpochPlan(dropped=share_of_dropped_patches(train, epoch)) for epoch in range(train.epochs)
+    ]
+    return Training(
+        settings,
+        data,
+        device,
+        student,
+        train,
+        settings.augment,
+        LabelLosses(student, train, settings.compile),
+        epochs,
+        identity(settings, data, train),
+        remarks=remarks_on_patches(train, epochs),
+    )
+
+
+def identity(settings: Settings, data: ImageData, train: TrainSettings) -> Identity:
+    """Settings and data that a checkpoint belongs to, of a student trained as ``train`` says."""
+    # the epoch to keep, the store and the trainings of other students may change
+    changes = {
+        "train": train.model_copy(update={"keep": "last"}),
+        "phase_b": settings.phase_b.model_copy(update=dict(TrainChanges())),
+        "baseline": BaselineSettings(),
+        "export": ExportSettings(),
+    }
+    return flatten(settings.model_copy(update=changes), Scope.ANYTIME) | {
+        "the data set": data.sha256,
+        **weights_sha256(settings.model.name),
+    }
 
 
 def check_training(settings: Settings, data: ImageData) -> None:

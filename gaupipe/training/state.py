@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import torch
 from timm.utils import ModelEmaV3
-from torch import nn
+from torch import Tensor, nn
 
 from gaupipe.settings import OptimSettings
 from gaupipe.system import digests, distributed
@@ -17,8 +17,40 @@ from gaupipe.system.files import flush
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.image_state import ImageState
 
+Identity = dict[str, object]
+"""Settings, data and teacher that a checkpoint belongs to, as a message names them: one with other
+values is refused."""
+
 Network = TypeVar("Network", bound=nn.Module)
 """A ViT, or the teacher with Gaussians."""
+
+
+class RankInEpoch(TypedDict):
+    """What a rank has done of an epoch."""
+
+    images: int
+    sums: dict[str, Tensor]
+    """Of each loss over these images."""
+    generators: dict[int, Tensor]
+    """The states of generators of random numbers, which their keys name on all ranks."""
+
+
+class BegunEpoch(TypedDict):
+    """An epoch that has begun, in a checkpoint."""
+
+    batches: int
+    seconds: float
+    processor_seconds: float
+    ranks: list[RankInEpoch]
+
+
+class BestEpoch(TypedDict):
+    """The best epoch so far."""
+
+    epoch: int
+    """From 1."""
+    modules: dict[str, Tensor]
+    """The state_dict of :attr:`TrainingState.kept` after it."""
 
 
 @dataclass
@@ -32,15 +64,12 @@ class TrainingState(Generic[Network]):
     optim: OptimSettings
     precision: str = "float32"
     per_image: ImageState | None = None
-    identity: dict[str, object] = field(default_factory=dict)
-    """Settings, data and teacher; a checkpoint with other ones is refused."""
+    identity: Identity = field(default_factory=dict)
     metrics: list[EpochMetrics] = field(default_factory=list)
     finished: bool = False
-    epoch: dict[str, Any] | None = None
-    """The epoch that has begun, as :class:`gaupipe.training.epochs.Epoch` saves it; None between
-    two epochs."""
-    best: dict[str, Any] | None = None
-    """{"epoch": number from 1, "modules": state of :attr:`kept`} after the best epoch so far."""
+    epoch: BegunEpoch | None = None
+    """None between two epochs."""
+    best: BestEpoch | None = None
 
     def __post_init__(self) -> None:
         device = next(self.modules.parameters()).device

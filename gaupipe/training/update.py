@@ -83,18 +83,23 @@ class Update:
         first = self.batch % self.steps // accumulate * accumulate
         return min(accumulate, self.steps - first)
 
-    def __call__(self, loss: Tensor, weight: float = 1.0) -> float:
+    def backward(self, loss: Tensor, weight: float = 1.0) -> float:
         """The backward pass of one batch's loss, the mean over its images on this rank, of that
         :attr:`~gaupipe.data.batches.Batch.weight`. Returns the number by which the loss was
-        multiplied before it went back. Raises UserError as :meth:`check`."""
+        multiplied before it went back."""
         state = self.state
-        state.schedule.step_update(self.batch)
-        if weight != 1.0:
+        state.schedule.step_update(self.batch)  # by the batch's number: a resumed run has its rate
+        if weight != 1.0:  # DDP takes the mean over ranks, whose parts of a batch differ in size
             loss = loss * weight
-        self.unchecked.append((loss.detach(), state.lr))
+        self.unchecked.append((loss.detach(), state.lr))  # to read it now would wait for the GPU
         added_up = self._batches_of_step()
         scale = state.scaler.get_scale() * weight / added_up  # before a step changes the scaler's
         state.scaler.scale(loss / added_up).backward()
+        return scale
+
+    def step(self) -> None:
+        """Ends a batch: a step of the optimizer, if the gradients of enough batches are added up.
+        Raises UserError as :meth:`check`."""
         self.stepped = self._steps_now()
         if self.stepped:
             self._step()
@@ -103,7 +108,6 @@ class Update:
             self.pauses.all_reduce()
         if self.batch % CHECK_EVERY == 0:
             self.check()
-        return scale
 
     def check(self) -> None:
         """Raises UserError, on every rank, for the first loss since the last call that is not
@@ -136,7 +140,7 @@ class Update:
             # unscaled here and not in place, so that clip_grad: null leaves the gradients alone
             gradients = [one.grad for one in self.parameters if one.grad is not None]
             self.grad_norm = nn.utils.get_total_norm(gradients) / state.scaler.get_scale()
-        state.scaler.step(state.optimizer)
+        state.scaler.step(state.optimizer)  # no step where float16 made a gradient infinite
         state.scaler.update()
         state.optimizer.zero_grad()  # not before each batch: they are added up
         if state.ema:

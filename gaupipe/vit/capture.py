@@ -112,7 +112,9 @@ def capture(
     count = _number_of_blocks(model)
     if blocks is not None and min(blocks, default=0) < 0 and count is None:
         raise UserError("the model does not tell its number of blocks: count them from 0")
-    wanted = None if blocks is None else {b + count if b < 0 and count else b for b in blocks}
+    wanted = None
+    if blocks is not None:
+        wanted = {block + count if block < 0 and count else block for block in blocks}
     captured = CapturedMaps(wanted, queries)
     hooks = [
         model.register_forward_pre_hook(captured.start),

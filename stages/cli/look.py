@@ -165,7 +165,7 @@ def inspect(
         report(summary, as_json)
         return
     seen = stage.attention(image, url=maps, run_dir=run_dir, student=student, **options)
-    show(seen, as_json, lambda seen: [stage.heat_map(seen)])
+    show(seen.to_json(), as_json, [stage.heat_map(seen)])
 
 
 @command("Look")

@@ -157,7 +157,8 @@ def compare(
     options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
     options["imports"] = context.obj
     options |= {"students": attentions, "seeds": numbers, "targets": goals}
-    show(stage.run(settings, folder, **options), as_json, stage.tables)
+    results = stage.run(settings, folder, **options)
+    show(results.to_json(), as_json, stage.tables(results))
     if not as_json:
         print(folder)
 
@@ -230,6 +231,6 @@ def plan(
 
     described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
     planned = stage.run(settings, folder, plain=plain, **described)
-    show(planned, as_json, stage.tables)
+    show(planned, as_json, stage.tables(planned))
     if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")

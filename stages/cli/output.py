@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -21,12 +21,12 @@ def print_rich(*renderables: Any) -> None:
         Console().print(renderable, soft_wrap=isinstance(renderable, Text))
 
 
-def show(values: Mapping[str, Any], as_json: bool, tables: Callable[[Any], Iterable]) -> None:
+def show(values: Mapping[str, Any], as_json: bool, tables: Iterable[Any]) -> None:
     """Prints named values as JSON or as ``tables``."""
     if as_json:
         print(json.dumps(values))
     else:
-        print_rich(*tables(values))
+        print_rich(*tables)
 
 
 def report(values: Mapping[str, Any], as_json: bool) -> None:

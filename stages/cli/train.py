@@ -177,7 +177,8 @@ def export_maps(
         place = stage.Place(str(RunDirectory(run_dir).maps) if out is None else out, **how)
         asked |= {"views": views}
         request = stage.ExportRequest(run_dir, place, asked, teacher, overrides or [], download)
-        if (url := stage.run(request)) is not None:
+        url = stage.run(request)
+        if url is not None:
             print(url)
         return
     run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}

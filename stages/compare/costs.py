@@ -27,6 +27,7 @@ from gaupipe.distillation.gaussian_teacher import build_teacher
 from gaupipe.distillation.vit_teacher import build_model
 from gaupipe.settings import Settings
 from gaupipe.system.progress import EpochMetrics, epochs_in
+from gaupipe.training.job import drop_patches
 from stages import phase_a, phase_b
 from stages.compare.trainings import RowTraining, as_teacher
 
@@ -59,20 +60,19 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
     job = phase_b.build(settings, data, teacher, training.maps_url)
     buckets = settings.data.num_buckets
     batches = Batches(data.train, data, job.device, settings.data.batch_size, 0, buckets)
-    stored, _view = job.maps_of_epoch(0)
-    batch = next(iter(batches.epoch(0, Augment(settings.augment, settings.seed), stored)))
-    losses = job.losses().train()
+    augment = Augment(settings.augment, settings.seed)
+    batch = next(batches.epoch(0, augment, job.epochs[0].maps))
+    losses = job.losses.train()
     forward_costs: dict[tuple[float, float], float] = {}  # multiply-adds for one image
     forward_cost = 0.0
-    for epoch, entry in enumerate(metrics):
-        gamma = entry["gamma"]
-        share = job.share_of_dropped_patches(epoch)
+    for plan in job.epochs[: len(metrics)]:
+        kind = plan.gamma, plan.dropped
         # an epoch costs more while maps are compared, and less while patches are dropped
-        if (gamma, share) not in forward_costs:
-            job.drop_patches(epoch)
-            cost = multiply_adds(partial(losses, batch, gamma))
-            forward_costs[gamma, share] = cost / len(batch)
-        forward_cost += forward_costs[gamma, share]
+        if kind not in forward_costs:
+            drop_patches(job.student, plan.dropped)
+            cost = multiply_adds(partial(losses, batch, plan.gamma))
+            forward_costs[kind] = cost / len(batch)
+        forward_cost += forward_costs[kind]
     return {
         "parameters": count_parameters(job.student),
         "multiply_adds": round(FORWARDS * len(data.train) * forward_cost),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stages.compare.report import Comparison, RowResult
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -19,7 +21,7 @@ CURVES = {
 }
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw(results: Comparison, path: Path) -> None:
     """Writes ``path``.png and ``path``.svg, the same bytes for the same results."""
     from matplotlib import rc_context
 
@@ -29,7 +31,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         figure.savefig(f"{path}.svg", metadata={"Date": None})
 
 
-def curves(results: dict[str, Any]) -> Figure:
+def curves(results: Comparison) -> Figure:
     """Validation loss, validation accuracy and training loss per epoch, and the final validation
     accuracy over the multiply-adds of the whole training, phase A and export counted.
 
@@ -40,13 +42,13 @@ def curves(results: dict[str, Any]) -> Figure:
     from matplotlib import color_sequences
     from matplotlib.figure import Figure
 
-    rows = [row for row in results["rows"] if row["runs"]]
+    rows = [row for row in results.rows if row.runs]
     palette = color_sequences["tab10"]
     if len(rows) > len(palette):
         palette = color_sequences["tab20"]
-    names = [row["row"] for row in rows]
+    names = [row.row for row in rows]
     colours = dict(zip(names, cycle(palette)))
-    colours[results["reference"]] = (0, 0, 0)
+    colours[results.reference] = (0, 0, 0)
     height = max(7, 1.6 + 0.22 * len(rows))  # in inches
     figure = Figure(figsize=(10, height), layout="constrained")
     *panels, costs = figure.subplots(2, 2).flat
@@ -54,7 +56,7 @@ def curves(results: dict[str, Any]) -> Figure:
         panel.set_ylabel(label)
         draw_curves(panel, rows, name, colours)
     for row in rows:
-        draw_final(costs, row, colours[row["row"]])
+        draw_final(costs, row, colours[row.row])
     costs.set_xscale("log")
     costs.set_xlabel("multiply-adds of the training, all counted")
     costs.set_ylabel("final validation accuracy")
@@ -62,36 +64,38 @@ def curves(results: dict[str, Any]) -> Figure:
         panel.grid(alpha=0.3)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
-    seeds = len(results["seeds"])
+    seeds = len(results.seeds)
     spread = "one seed"
     if seeds > 1:
         spread = f"{seeds} seeds: mean, lowest to highest"
-    figure.suptitle(f"{results['data']}, {spread}", fontsize=10)
+    figure.suptitle(f"{results.data}, {spread}", fontsize=10)
     return figure
 
 
-def draw_final(panel: Axes, row: dict[str, Any], colour: Any) -> None:
+def draw_final(panel: Axes, row: RowResult, colour: Any) -> None:
     """Marks the final accuracy of a row over what its training cost: mean, lowest, highest seed."""
-    final = [run["val_acc"][-1] for run in row["runs"]]
+    final = [run.final_acc for run in row.runs]
     mean = np.mean(final)
     below = mean - min(final)
     above = max(final) - mean
-    cost = row["final"]["multiply_adds"]["mean"]
-    marker = "o" if row["plain"] else "D"
+    cost = row.final.multiply_adds.mean
+    assert cost is not None  # it has runs
+    marker = "o" if row.plain else "D"
     panel.errorbar([cost], [mean], [[below], [above]], fmt=marker, color=colour)
 
 
-def draw_curves(panel: Axes, rows: list[dict[str, Any]], name: str, colours: dict) -> None:
+def draw_curves(panel: Axes, rows: list[RowResult], name: str, colours: dict) -> None:
     """Draws the metric ``name`` of every row after each epoch."""
-    distilled = not all(row["plain"] for row in rows)
+    distilled = not all(row.plain for row in rows)
     drawn = []
     for row in rows:
-        epochs = min(len(run[name]) for run in row["runs"])  # a training may have stopped early
-        values = np.array([run[name][:epochs] for run in row["runs"]])  # [seeds, epochs]
+        metrics: list[list[float]] = [getattr(run, name) for run in row.runs]
+        epochs = min(map(len, metrics))  # a training may have stopped early
+        values = np.array([metric[:epochs] for metric in metrics])  # [seeds, epochs]
         epoch = np.arange(1, epochs + 1)
-        style = "--" if row["plain"] and distilled else "-"
-        colour = colours[row["row"]]
-        panel.plot(epoch, values.mean(0), style, color=colour, linewidth=1.4, label=row["row"])
+        style = "--" if row.plain and distilled else "-"
+        colour = colours[row.row]
+        panel.plot(epoch, values.mean(0), style, color=colour, linewidth=1.4, label=row.row)
         panel.fill_between(epoch, values.min(0), values.max(0), color=colour, alpha=0.12)
         drawn.append(values[np.isfinite(values)])  # the loss of a training that diverged is not
     panel.set_xlabel("epoch (phase A not counted)" if distilled else "epoch")

@@ -8,20 +8,27 @@ curve is the validation accuracy after each epoch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import Any, TypedDict
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.stats import ttest_1samp
 
+from stages.compare.trainings import FinishedTraining
+
+Name = TypeVar("Name", bound=Any)
+"""Of a row of a table; names can be sorted."""
+
 LEVEL = 0.05
 
 
-class Spread(TypedDict):
+@dataclass(frozen=True)
+class Spread:
     """Mean and sample standard deviation over seeds."""
 
-    mean: float | None
-    std: float | None
+    mean: float | None = None
+    std: float | None = None
 
 
 def spread(values: Sequence[float | None]) -> Spread:
@@ -29,11 +36,11 @@ def spread(values: Sequence[float | None]) -> Spread:
     no value; a single value has no standard deviation."""
     numbers = [value for value in values if value is not None]
     if not numbers or len(numbers) < len(values):
-        return {"mean": None, "std": None}
+        return Spread()
     std = None
     if len(numbers) > 1:
         std = stdev(numbers)
-    return {"mean": fmean(numbers), "std": std}
+    return Spread(fmean(numbers), std)
 
 
 def epochs_to(curve: Sequence[float], accuracy: float) -> int | None:
@@ -43,58 +50,83 @@ def epochs_to(curve: Sequence[float], accuracy: float) -> int | None:
     return next(epochs, None)
 
 
+@dataclass(frozen=True)
+class Passages:
+    """First passages of the runs of a row. A mean is given only where every seed has a value."""
+
+    goal: float
+    """The accuracy to pass."""
+    is_share: bool
+    """Whether the goal is a share of the final accuracy of the reference with the same seed."""
+    reached: int
+    """Seeds that reached the accuracy."""
+    epochs: Spread
+    """Epochs until then."""
+    speedup: Spread
+    """The reference's epochs over the row's, seed by seed."""
+    epochs_with_phase_a: Spread
+    speedup_with_phase_a: Spread
+    """The same, the row's epochs of phase A counted."""
+
+
 def first_passages(
-    runs: Sequence[Mapping[str, Any]],
-    reference: Sequence[Mapping[str, Any]],
-    target: float | None = None,
-    share: float = 1.0,
-) -> dict[str, int | Spread]:
-    """First passages of the runs of a row, next to those of the reference with the same seeds.
-
-    The accuracy to pass is ``target``, or the ``share`` of the final accuracy of the reference's
-    run with the same seed. The reference may pass its own final accuracy before its last epoch.
-
-    Returns, a mean being given only where every seed has a value:
-        reached                   number of seeds that reached the accuracy
-        epochs                    :func:`spread` of the epochs until then
-        epochs_with_phase_a       the same, those of phase A counted
-        speedup                   spread of the reference's epochs over the row's, seed by seed
-        speedup_with_phase_a      the same, those of phase A counted
-    """
-    values: dict[str, list[float | None]] = {}
+    runs: Sequence[FinishedTraining],
+    reference: Sequence[FinishedTraining],
+    goal: float,
+    is_share: bool = False,
+) -> Passages:
+    """First passages of the runs of a row to the accuracy ``goal``, or to that share of the final
+    accuracy of the reference, next to those of the reference with the same seeds. The reference may
+    pass its own final accuracy before its last epoch."""
+    epochs: list[float | None] = []
+    speedups: list[float | None] = []
+    epochs_with_phase_a: list[float | None] = []
+    speedups_with_phase_a: list[float | None] = []
     for run, other in zip(runs, reference, strict=True):
-        goal = target
-        if goal is None:
-            goal = share * other["val_acc"][-1]
-        epochs = epochs_to(run["val_acc"], goal)
-        reference_epochs = epochs_to(other["val_acc"], goal)
-        for suffix, more in (("", 0), ("_with_phase_a", run["phase_a_epochs"])):
-            total = None
-            speedup = None
-            if epochs is not None:
-                total = epochs + more
-                if reference_epochs is not None:
-                    speedup = reference_epochs / total
-            values.setdefault(f"epochs{suffix}", []).append(total)
-            values.setdefault(f"speedup{suffix}", []).append(speedup)
-    reached = sum(epochs is not None for epochs in values["epochs"])
-    return {"reached": reached, **{name: spread(numbers) for name, numbers in values.items()}}
+        accuracy = goal * other.final_acc if is_share else goal
+        taken = epochs_to(run.val_acc, accuracy)
+        taken_in_all = None if taken is None else taken + run.phase_a_epochs
+        of_reference = epochs_to(other.val_acc, accuracy)
+        epochs.append(taken)
+        epochs_with_phase_a.append(taken_in_all)
+        speedups.append(_ratio(of_reference, taken))
+        speedups_with_phase_a.append(_ratio(of_reference, taken_in_all))
+    return Passages(
+        goal,
+        is_share,
+        reached=sum(taken is not None for taken in epochs),
+        epochs=spread(epochs),
+        speedup=spread(speedups),
+        epochs_with_phase_a=spread(epochs_with_phase_a),
+        speedup_with_phase_a=spread(speedups_with_phase_a),
+    )
 
 
-class Difference(TypedDict):
-    """The ``mean`` of one difference a seed, the ends of its 95 % interval of Student's t, and
-    ``p``, two-sided, of a mean of zero (paired t-test)."""
+def _ratio(over: int | None, under: int | None) -> float | None:
+    if over is None or under is None:
+        return None
+    return over / under
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two rows, by a paired t-test over seeds."""
 
     mean: float
-    low: float | None
-    high: float | None
-    p: float | None
+    low: float | None = None
+    high: float | None = None
+    """The ends of the 95 % interval of Student's t."""
+    p: float | None = None
+    """Two-sided, of a mean of zero."""
 
 
+@dataclass(frozen=True)
 class Verdict(Difference):
-    holm: float | None
+    """A difference among those of a table."""
+
+    holm: float | None = None
     """``p`` after Holm's correction within the table."""
-    verdict: str
+    verdict: str = "not decided"
     """``confirmed`` where Holm's test excludes zero, ``supported`` where the interval does, else
     ``not decided``."""
 
@@ -106,28 +138,26 @@ def difference(values: Sequence[float]) -> Difference:
     seed, by so many images: its spread is then not known.
     """
     if max(values) - min(values) < 1e-9:
-        return {"mean": fmean(values), "low": None, "high": None, "p": None}
+        return Difference(fmean(values))
     test = ttest_1samp(values, 0)
     low, high = map(float, test.confidence_interval(1 - LEVEL))
-    return {"mean": fmean(values), "low": low, "high": high, "p": float(test.pvalue)}
+    return Difference(fmean(values), low, high, float(test.pvalue))
 
 
-def differences(table: Mapping[str, Sequence[float]]) -> dict[str, Verdict]:
+def differences(table: Mapping[Name, Sequence[float]]) -> dict[Name, Verdict]:
     """:func:`difference` of each row of a table, and what the table as a whole says of it."""
-    result: dict[str, Verdict] = {
-        name: {**difference(values), "holm": None, "verdict": "not decided"}
-        for name, values in table.items()
-    }
-    tested = sorted((row["p"], name) for name, row in result.items() if row["p"] is not None)
+    result = {name: Verdict(**vars(difference(values))) for name, values in table.items()}
+    tested = sorted((row.p, name) for name, row in result.items() if row.p is not None)
     corrected = 0.0
     for rank, (p, name) in enumerate(tested):
         # Holm: the smallest p counts as often as there are tests, and none may fall below it
         corrected = min(1.0, max(corrected, (len(tested) - rank) * p))
-        result[name]["holm"] = corrected
+        verdict = "not decided"
         if corrected < LEVEL:
-            result[name]["verdict"] = "confirmed"
+            verdict = "confirmed"
         elif p < LEVEL:
-            result[name]["verdict"] = "supported"
+            verdict = "supported"
+        result[name] = replace(result[name], holm=corrected, verdict=verdict)
     return result
 
 

@@ -1,13 +1,23 @@
-"""Results of a comparison as JSON values."""
+"""Results of a comparison: each row beside the plain ViT, its controls and the other rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gaupipe.settings.load import ByName
 from gaupipe.system.errors import UserError
-from stages.compare.measures import Spread, differences, first_passages, front, spread
+from stages.compare.measures import (
+    Passages,
+    Spread,
+    Verdict,
+    differences,
+    first_passages,
+    front,
+    spread,
+)
 from stages.compare.rows import BASELINE, CONTROLS, DISTILLED
 from stages.compare.trainings import FinishedTraining, RowTraining
 
@@ -16,124 +26,182 @@ SHARES = (0.95, 0.98, 1.0)
 default."""
 
 
+@dataclass(frozen=True)
+class Final:
+    """How the runs of a row ended, and what they cost, phase A counted: spreads over seeds."""
+
+    val_acc: Spread
+    val_loss: Spread
+    test_acc: Spread
+    """Without values where ``--test`` was not given."""
+    epochs: Spread
+    phase_a_epochs: Spread
+    parameters: Spread
+    multiply_adds: Spread
+    processor_seconds: Spread
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """A row of a comparison. One with a training that failed has no values."""
+
+    row: str
+    """Its name."""
+    plain: bool
+    """Whether it was trained on the labels alone."""
+    attention: str
+    settings: ByName
+    """In which it differs from the configuration."""
+    failed: list[str]
+    """Why trainings of the row failed."""
+    final: Final
+    at: list[Passages]
+    """The epochs to each of the accuracies that rows are compared at."""
+    runs: list[FinishedTraining]
+    """One for each seed."""
+    difference: Verdict | None = None
+    """Final accuracy minus that of the reference; None for the reference itself."""
+    above_front: Verdict | None = None
+    """Final accuracy minus what plain ViTs of standard attention reach for as many multiply-adds;
+    None for one of these, and where the row is cheaper than all of them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All results of a comparison, whose JSON scripts read."""
+
+    data: str
+    """The name of the data set."""
+    seeds: list[int]
+    reference: str
+    """The name of the row that the others are compared with: the plain ViT."""
+    rows: list[RowResult]
+    over_controls: dict[str, Verdict]
+    """By control the final accuracy of the first student minus the control's: what a map teaches
+    beyond what the control has too."""
+
+    def to_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        for row in values["rows"]:
+            for passages in row["at"]:
+                name = "share" if passages.pop("is_share") else "target"
+                passages[name] = passages.pop("goal")
+        return values
+
+
 def report(
+    data: str,
     trainings: Sequence[Sequence[RowTraining]],
     outcomes: Mapping[Path, FinishedTraining | str],
     targets: Sequence[float] = (),
-) -> dict[str, Any]:
-    """All results of a comparison. Scripts read the keys.
+) -> Comparison:
+    """All results of a comparison on the data set of this name.
 
     trainings   for each row its training with each seed
     outcomes    by the folder of a training its run, or why it failed
     targets     accuracies to compare at; by default the :data:`SHARES` of the reference's
 
-    The reference is the plain ViT. Of a row with a training that failed there are no values.
-    Raises UserError where that is the reference.
+    The reference is the plain ViT. Raises UserError where one of its trainings failed.
     """
     rows = [_row(seeds, outcomes) for seeds in trainings]
-    reference = next(row for row in rows if row["row"] == BASELINE)
-    if reference["failed"]:
-        reason = reference["failed"][0]
+    reference = next(row for row in rows if row.row == BASELINE)
+    if reference.failed:
+        reason = reference.failed[0]
         raise UserError(f"{BASELINE}, which the others are compared with, failed: {reason}")
-    goals = [{"target": target} for target in targets]
-    if not goals:
-        goals = [{"share": share} for share in SHARES]
-    finished = [row for row in rows if not row["failed"]]
-    baselines = [row for row in finished if row["plain"] and row["attention"] == "standard"]
+    finished = [row for row in rows if not row.failed]
+    baselines = [row for row in finished if row.plain and row.attention == "standard"]
     over_reference = {}
     above_front = {}
     for row in finished:
-        runs = row["runs"]
-        row["at"] = [goal | first_passages(runs, reference["runs"], **goal) for goal in goals]
         if row is not reference:
-            over_reference[row["row"]] = _seed_by_seed(runs, reference["runs"])
+            over_reference[row.row] = _seed_by_seed(row, reference)
         if row not in baselines:
-            values = _above(row, baselines)
-            if None not in values:
-                above_front[row["row"]] = values
-    for key, table in ("difference", over_reference), ("above_front", above_front):
-        tested = differences(table)
-        for row in rows:
-            row[key] = tested.get(row["row"])
-    over_controls = differences(_over_controls(finished))
-    return {"reference": BASELINE, "rows": rows, "over_controls": over_controls}
+            above = _above(row, baselines)
+            if above is not None:
+                above_front[row.row] = above
+    tested_differences = differences(over_reference)
+    tested_above = differences(above_front)
+    compared = [
+        replace(
+            row,
+            at=[
+                first_passages(row.runs, reference.runs, goal, is_share=not targets)
+                for goal in targets or SHARES
+                if row.runs
+            ],
+            difference=tested_differences.get(row.row),
+            above_front=tested_above.get(row.row),
+        )
+        for row in rows
+    ]
+    seeds = [training.settings.seed for training in trainings[0]]
+    return Comparison(data, seeds, BASELINE, compared, differences(_over_controls(finished)))
 
 
-def _row(trainings: Sequence[RowTraining], outcomes: Mapping[Path, Any]) -> dict[str, Any]:
+def _row(
+    trainings: Sequence[RowTraining], outcomes: Mapping[Path, FinishedTraining | str]
+) -> RowResult:
     """A row before it is compared with others."""
     row = trainings[0].row
-    runs = [outcomes[training.folder] for training in trainings]
-    failures = sorted({run for run in runs if isinstance(run, str)})
+    runs = []
+    failures = set()
+    for training in trainings:
+        outcome = outcomes[training.folder]
+        if isinstance(outcome, str):
+            failures.add(outcome)
+        else:
+            runs.append(outcome)
     if failures:
         runs = []
-    return {
-        "row": row.name,
-        "plain": row.plain,
-        "attention": trainings[0].settings.model.attention,
-        "settings": row.settings,
-        "failed": failures,
-        "final": final_values(runs),
-        "at": [],
-        "runs": runs,
-    }
+    attention = trainings[0].settings.model.attention
+    return RowResult(
+        row.name, row.plain, attention, row.settings, sorted(failures), final_values(runs), [], runs
+    )
 
 
-def final_values(runs: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
-    """How the runs of a row ended, and what they cost, phase A counted, as :func:`spread`. The test
-    split's accuracy is there only with ``--test``."""
-    values = {
-        "val_acc": [_accuracy(run) for run in runs],
-        "val_loss": [run["val_loss"][-1] for run in runs],
-        "test_acc": [run["test_acc"] for run in runs],
-        "epochs": [len(run["val_acc"]) for run in runs],
-        "phase_a_epochs": [run["phase_a_epochs"] for run in runs],
-        "parameters": [run["costs"]["parameters"] for run in runs],
-        "multiply_adds": [_cost(run, "multiply_adds") for run in runs],
-        "processor_seconds": [_cost(run, "processor_seconds") for run in runs],
-    }
-    return {name: spread(numbers) for name, numbers in values.items()}
+def final_values(runs: Sequence[FinishedTraining]) -> Final:
+    """How these runs of a row ended."""
+    return Final(
+        val_acc=spread([run.final_acc for run in runs]),
+        val_loss=spread([run.val_loss[-1] for run in runs]),
+        test_acc=spread([run.test_acc for run in runs]),
+        epochs=spread([len(run.val_acc) for run in runs]),
+        phase_a_epochs=spread([run.phase_a_epochs for run in runs]),
+        parameters=spread([run.costs["parameters"] for run in runs]),
+        multiply_adds=spread([run.cost("multiply_adds") for run in runs]),
+        processor_seconds=spread([run.cost("processor_seconds") for run in runs]),
+    )
 
 
-def _over_controls(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """For each control, seed by seed, the final accuracy of the first student minus the control's:
-    what a map teaches beyond what the control has too."""
-    runs = {row["row"]: row["runs"] for row in rows}
-    student = next((name for name in runs if name.startswith(DISTILLED)), None)
+def _over_controls(rows: Sequence[RowResult]) -> dict[str, list[float]]:
+    """For each control, seed by seed, the final accuracy of the first student minus the
+    control's."""
+    student = next((row for row in rows if row.row.startswith(DISTILLED)), None)
     if student is None:
         return {}
+    by_name = {row.row: row for row in rows}
     return {
-        control: _seed_by_seed(runs[student], runs[control])
+        control: _seed_by_seed(student, by_name[control])
         for control in CONTROLS
-        if control in runs
+        if control in by_name
     }
 
 
-def _seed_by_seed(
-    runs: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]
-) -> list[float]:
+def _seed_by_seed(row: RowResult, other: RowResult) -> list[float]:
     """Seed by seed, the final accuracy of one row minus that of another."""
-    pairs = zip(runs, others, strict=True)
-    return [_accuracy(run) - _accuracy(other) for run, other in pairs]
+    pairs = zip(row.runs, other.runs, strict=True)
+    return [mine.final_acc - others.final_acc for mine, others in pairs]
 
 
-def _above(row: dict[str, Any], baselines: Sequence[dict[str, Any]]) -> list[Any]:
+def _above(row: RowResult, baselines: Sequence[RowResult]) -> list[float] | None:
     """For each seed the final accuracy of a row minus what the baselines reach for as many
-    multiply-adds; None where the row is cheaper than all of them."""
-    values: list[float | None] = []
-    for number, run in enumerate(row["runs"]):
-        others = [other["runs"][number] for other in baselines]
-        points = [(_cost(other, "multiply_adds"), _accuracy(other)) for other in others]
-        reached = front(points, _cost(run, "multiply_adds"))
+    multiply-adds; None where the row is cheaper than all of them with some seed."""
+    values = []
+    for number, run in enumerate(row.runs):
+        others = [baseline.runs[number] for baseline in baselines]
+        points = [(other.cost("multiply_adds"), other.final_acc) for other in others]
+        reached = front(points, run.cost("multiply_adds"))
         if reached is None:
-            values.append(None)
-        else:
-            values.append(_accuracy(run) - reached)
+            return None
+        values.append(run.final_acc - reached)
     return values
-
-
-def _accuracy(run: Mapping[str, Any]) -> float:
-    return run["val_acc"][-1]
-
-
-def _cost(run: Mapping[str, Any], name: str) -> float:
-    return run["costs"][name] + run["phase_a_costs"].get(name, 0)

@@ -18,7 +18,7 @@ from gaupipe.settings import (
     PhaseBSettings,
     Settings,
 )
-from gaupipe.settings.load import check_plain, parse, set_value
+from gaupipe.settings.load import ByName, check_plain, parse, set_value
 from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
 
@@ -34,8 +34,8 @@ class Row(Section):
 
     name: str
     """As the tables print it."""
-    settings: dict[str, Any] = {}
-    """Changes {"a.b": value} of the configuration."""
+    settings: ByName = {}
+    """Changes of the configuration."""
     plain: bool = False
     """Train on the labels alone: a baseline."""
 
@@ -48,7 +48,7 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
     model = base.model
     first = students[0]
 
-    def student(attention: str) -> dict[str, object]:
+    def student(attention: str) -> ByName:
         options: dict[str, Any] = {}
         if attention == model.attention:  # another attention would refuse them
             options = model.attention_options
@@ -59,15 +59,15 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
         }
 
     normalised = {key: value for key, value in model.student_args.items() if key != "rezero"}
-    args = {"model.student_args": normalised}
+    args: ByName = {"model.student_args": normalised}
     plain = {BASELINE: args | student("standard") | {"model.match_params": False}}
-    plain |= {
-        f"{BASELINE}, {name}": args | student(name) for name in students if name != "standard"
-    }
+    for name in students:
+        if name != "standard":
+            plain[f"{BASELINE}, {name}"] = args | student(name)
     distilled = {f"{DISTILLED} {name}": student(name) for name in students}
     if list(students) == ["standard"]:
         distilled = {DISTILLED: student(first)}
-    controls: dict[str, dict[str, Any]] = {"shuffled maps": {"phase_b.shuffle_maps": True}}
+    controls: dict[str, ByName] = {"shuffled maps": {"phase_b.shuffle_maps": True}}
     if base.phase_a.is_local:  # all images have the same maps
         controls = {
             "wrong places": {"phase_a.local.permuted": True},

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import store
 from gaupipe.data.splits import ImageData, load_data
@@ -23,7 +22,7 @@ from gaupipe.training import loggers
 from gaupipe.training.student import build_student, check_baseline
 from stages import phase_a
 from stages.compare.figures import draw
-from stages.compare.report import report
+from stages.compare.report import Comparison, report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows
 from stages.compare.trainings import RowTraining
 from stages.compare.workers import train
@@ -45,7 +44,7 @@ def run(
     jobs: int = 1,
     test: bool = False,
     imports: Sequence[Path] = (),
-) -> dict[str, Any]:
+) -> Comparison:
     """Runs what has not finished yet of every row. Returns the results and writes them.
 
     students   attentions of the students
@@ -72,12 +71,8 @@ def run(
     check_folder(run_dir)
     with locked(run_dir, "comparison"):
         outcomes = train([*chain(*trainings)], jobs, imports)
-        results = {
-            "data": settings.data.name,
-            "seeds": [*seeds],
-            **report(trainings, outcomes, targets),
-        }
-        write_whole(run_dir / f"{name}.json", json.dumps(results, indent=1) + "\n")
+        results = report(settings.data.name, trainings, outcomes, targets)
+        write_whole(run_dir / f"{name}.json", json.dumps(results.to_json(), indent=1) + "\n")
         draw(results, run_dir / name)
     return results
 

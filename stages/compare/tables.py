@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from rich.table import Table
 
+from stages.compare.measures import Difference, Passages, Spread, Verdict
+from stages.compare.report import Comparison, RowResult
 
-def tables(results: dict[str, Any]) -> Iterator[Table]:
+
+def tables(results: Comparison) -> Iterator[Table]:
     """Accuracy over cost; with more than one seed the differences from the plain ViT, and those of
     the student from its controls; first passages; and how the runs ended."""
-    rows = results["rows"]
-    reference = results["reference"]
-    seeds = len(results["seeds"])
+    rows = results.rows
+    reference = results.reference
+    seeds = len(results.seeds)
     over = "one seed"
     if seeds > 1:
         over = f"mean ± std of {seeds} seeds"
     cheapest_first = sorted(
-        (row for row in rows if not row["failed"]),
-        key=lambda row: row["final"]["multiply_adds"]["mean"],
+        (row for row in rows if not row.failed),
+        key=lambda row: row.final.multiply_adds.mean or 0.0,
     )
     yield _table(
         f"Accuracy over cost, {over}",
@@ -32,22 +34,24 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
         yield _table(
             f"Accuracy minus that of the {reference}, paired by seed",
             ["points", "95 % interval", "p", "Holm's p", ""],
-            [_difference(row["row"], row["difference"]) for row in rows if row["difference"]],
+            [_difference(row.row, row.difference) for row in rows if row.difference],
         )
-        over_controls = results["over_controls"]
-        if over_controls:
+        if results.over_controls:
             yield _table(
                 "Accuracy of the student minus that of its controls, paired by seed",
                 ["points", "95 % interval", "p", "Holm's p", ""],
-                [_difference(name, difference) for name, difference in over_controls.items()],
+                [
+                    _difference(name, difference)
+                    for name, difference in results.over_controls.items()
+                ],
             )
-    goals = next(row["at"] for row in rows if row["at"])
-    names = [f"to {100 * goal.get('share', goal.get('target')):.0f} %" for goal in goals]
+    goals = next(row.at for row in rows if row.at)
+    names = [f"to {100 * passages.goal:.0f} %" for passages in goals]
     caption = names[-1]
-    if "share" in goals[0]:
+    if goals[0].is_share:
         caption += f" of the final accuracy of the {reference}"
     caption += f": speed-up over the first passage of the {reference} itself"
-    if not all(row["plain"] for row in rows):
+    if not all(row.plain for row in rows):
         caption += "; with A: phase A counted"
     yield _table(
         "Epochs until an accuracy is first reached",
@@ -62,62 +66,62 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
     )
 
 
-def _over_cost(row: dict[str, Any]) -> list[str]:
-    final = row["final"]
-    above = row["above_front"]
+def _over_cost(row: RowResult) -> list[str]:
+    final = row.final
+    above = row.above_front
     return [
-        row["row"],
-        _mean(final["multiply_adds"], "{:.3g}", scale=1e-12),
-        _mean(final["processor_seconds"], "{:.0f}"),
-        _with_std(final["val_acc"], "{:.2f}", scale=100),
+        row.row,
+        _mean(final.multiply_adds, "{:.3g}", scale=1e-12),
+        _mean(final.processor_seconds, "{:.0f}"),
+        _with_std(final.val_acc, "{:.2f}", scale=100),
         _mean(above, "{:+.2f}", scale=100),
         _interval(above),
     ]
 
 
-def _difference(name: str, difference: dict[str, Any]) -> list[str]:
+def _difference(name: str, difference: Verdict) -> list[str]:
     return [
         name,
         _mean(difference, "{:+.2f}", scale=100),
         _interval(difference),
-        _p(difference["p"]),
-        _p(difference["holm"]),
-        difference["verdict"],
+        _p(difference.p),
+        _p(difference.holm),
+        difference.verdict,
     ]
 
 
-def _passages(row: dict[str, Any], seeds: int, goals: int) -> list[str]:
-    if not row["at"]:
-        return [row["row"], *["failed"] * goals]
-    last = row["at"][-1]
+def _passages(row: RowResult, seeds: int, goals: int) -> list[str]:
+    if not row.at:
+        return [row.row, *["failed"] * goals]
+    last = row.at[-1]
     with_a = []
-    if not row["plain"]:
-        with_a.append(_mean(last["epochs_with_phase_a"], "{:.1f}"))
-        with_a.append(_mean(last["speedup_with_phase_a"], "{:.2f}"))
-    epochs = (_epochs(at, seeds) for at in row["at"])
-    return [row["row"], *epochs, _mean(last["speedup"], "{:.2f}"), *with_a]
+    if not row.plain:
+        with_a.append(_mean(last.epochs_with_phase_a, "{:.1f}"))
+        with_a.append(_mean(last.speedup_with_phase_a, "{:.2f}"))
+    epochs = (_epochs(at, seeds) for at in row.at)
+    return [row.row, *epochs, _mean(last.speedup, "{:.2f}"), *with_a]
 
 
-def _epochs(at: dict[str, Any], seeds: int) -> str:
+def _epochs(at: Passages, seeds: int) -> str:
     """Epochs to an accuracy, or how many seeds reached it."""
-    if at["reached"] == seeds:
-        return _with_std(at["epochs"], "{:.1f}")
-    if at["reached"] == 0:
+    if at.reached == seeds:
+        return _with_std(at.epochs, "{:.1f}")
+    if at.reached == 0:
         return "never"
-    return f"{at['reached']} of {seeds}"
+    return f"{at.reached} of {seeds}"
 
 
-def _end(row: dict[str, Any]) -> list[str]:
-    final = row["final"]
-    if row["failed"]:
-        return [row["row"], "failed"]
+def _end(row: RowResult) -> list[str]:
+    final = row.final
+    if row.failed:
+        return [row.row, "failed"]
     return [
-        row["row"],
-        _mean(final["parameters"], "{:,.0f}"),
-        _mean(final["epochs"], "{:.0f}"),
-        "-" if row["plain"] else _mean(final["phase_a_epochs"], "{:.1f}"),
-        _with_std(final["test_acc"], "{:.2f}", scale=100),
-        _mean(final["val_loss"], "{:.3f}"),
+        row.row,
+        _mean(final.parameters, "{:,.0f}"),
+        _mean(final.epochs, "{:.0f}"),
+        "-" if row.plain else _mean(final.phase_a_epochs, "{:.1f}"),
+        _with_std(final.test_acc, "{:.2f}", scale=100),
+        _mean(final.val_loss, "{:.3f}"),
     ]
 
 
@@ -139,24 +143,24 @@ def _table(
     return table
 
 
-def _interval(difference: dict[str, Any] | None) -> str:
-    if not difference or difference["low"] is None:
+def _interval(difference: Difference | None) -> str:
+    if difference is None or difference.low is None or difference.high is None:
         return "-"
-    return f"{100 * difference['low']:+.2f} to {100 * difference['high']:+.2f}"
+    return f"{100 * difference.low:+.2f} to {100 * difference.high:+.2f}"
 
 
 def _p(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _mean(spread: dict[str, Any] | None, form: str, *, scale: float = 1) -> str:
-    if not spread or spread["mean"] is None:
+def _mean(values: Spread | Difference | None, form: str, *, scale: float = 1) -> str:
+    if values is None or values.mean is None:
         return "-"
-    return form.format(scale * spread["mean"])
+    return form.format(scale * values.mean)
 
 
-def _with_std(spread: dict[str, Any], form: str, *, scale: float = 1) -> str:
-    mean = _mean(spread, form, scale=scale)
-    if spread["std"] is None:
+def _with_std(values: Spread, form: str, *, scale: float = 1) -> str:
+    mean = _mean(values, form, scale=scale)
+    if values.std is None:
         return mean
-    return f"{mean} ±{form.format(scale * spread['std'])}"
+    return f"{mean} ±{form.format(scale * values.std)}"

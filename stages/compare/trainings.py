@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from gaupipe.distillation.export import drawing, is_complete
+from gaupipe.distillation.export import is_complete
+from gaupipe.distillation.notes import Drawing
 from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics
+from gaupipe.training.state import val_acc
 from stages.compare.rows import Row
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
@@ -32,19 +34,32 @@ class ScoresOnTest(TypedDict):
     test_sha256: str | None
 
 
-class FinishedTraining(TypedDict):
+@dataclass(frozen=True)
+class FinishedTraining:
     """A training in the results. The lists have the value after each epoch."""
 
     seed: int
     folder: str
     phase_a_epochs: int
     test_acc: float | None
-    val_acc: list[float | None]
-    val_loss: list[float | None]
-    loss_hard: list[float | None]
+    """None without ``--test``."""
+    val_acc: list[float]
+    val_loss: list[float]
+    loss_hard: list[float]
+    """Of the training images' labels, which all rows have."""
     seconds: list[float]
     costs: Mapping[str, float]
-    phase_a_costs: Mapping[str, float] | None
+    """Of the student, by the names of :class:`stages.compare.costs.Costs`."""
+    phase_a_costs: Mapping[str, float]
+    """Of its teacher and the export; empty where neither counts."""
+
+    @property
+    def final_acc(self) -> float:
+        return self.val_acc[-1]
+
+    def cost(self, name: str) -> float:
+        """What the training took of one cost, phase A counted."""
+        return self.costs[name] + self.phase_a_costs.get(name, 0)
 
 
 def as_teacher(settings: Settings) -> Settings:
@@ -87,7 +102,7 @@ class RowTraining:
         export = self.settings.export
         held: list[Any] = [export.model_dump()]
         if export.views is not None:  # other students draw other views
-            held.append(drawing(self.settings))
+            held.append(asdict(Drawing.of(self.settings)))
         return self.teacher.path / f"{export.kind}-{_sha256(held)}.zarr"
 
     @property
@@ -137,8 +152,8 @@ class RowTraining:
         return scores
 
     def read(self) -> FinishedTraining:
-        """Reads the finished training from its files, as JSON values: its curves, and what it
-        has cost. Raises UserError where the files are not of one training."""
+        """Reads the finished training from its files: its curves, and what it has cost. Raises
+        UserError where the files are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.entry(self.folder)
         phase_a: list[EpochMetrics] = []
@@ -149,15 +164,15 @@ class RowTraining:
         test_acc = None
         if scores is not None:
             test_acc = scores["top1"]
-        return {
-            "seed": self.settings.seed,
-            "folder": str(self.folder.relative_to(self.root)),
-            "phase_a_epochs": epochs_in(phase_a),
-            "test_acc": test_acc,
-            "val_acc": [entry["val_acc"] for entry in metrics],
-            "val_loss": [entry["val_loss"] for entry in metrics],
-            "loss_hard": [entry["loss_hard"] for entry in metrics],
-            "seconds": [entry["seconds"] for entry in metrics],
-            "costs": costs["student"],
-            "phase_a_costs": costs["phase_a"],
-        }
+        return FinishedTraining(
+            seed=self.settings.seed,
+            folder=str(self.folder.relative_to(self.root)),
+            phase_a_epochs=epochs_in(phase_a),
+            test_acc=test_acc,
+            val_acc=[val_acc(entry) for entry in metrics],
+            val_loss=[entry["val_loss"] for entry in metrics],
+            loss_hard=[entry["loss_hard"] for entry in metrics],
+            seconds=[entry["seconds"] for entry in metrics],
+            costs=costs["student"],
+            phase_a_costs=costs["phase_a"],
+        )

@@ -19,8 +19,10 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.folder import place_of
 from gaupipe.data.sources import images_with_labels
 from gaupipe.data.splits import ImageData, Split
-from gaupipe.distillation.job import PhaseB
+from gaupipe.distillation.job import map_reader
 from gaupipe.distillation.losses import feature_loss, patch_map
+from gaupipe.distillation.notes import StoreNotes
+from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
@@ -222,12 +224,12 @@ def teacher_agreement(
     count = len(image_ids)
     image_ids = np.array_split(image_ids, distributed.world_size())[distributed.rank()]
     device = next(student.parameters()).device
-    job = PhaseB(settings, data, device, student, settings.student_training, maps)
+    teacher_maps = map_reader(maps, student, settings.phase_b, device)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
-    layers = job.layers
+    layers = layer_map(settings.phase_b, len(student.blocks), maps.schema.layers)
     same = torch.zeros((), dtype=torch.float64)
     divergence = torch.zeros(len(layers), dtype=torch.float64)
-    if maps.schema.extra.get("views") is None:
+    if StoreNotes.of(maps.schema).views is None:
         loaded = batches.in_order(image_ids)
     else:  # the first view of each image, as its maps were made
         views = maps.schema.views
@@ -238,7 +240,7 @@ def teacher_agreement(
         logits, log_maps = forward_with_maps(student, batch.images)
         predicted = logits.argmax(-1).cpu().numpy()
         same += (predicted == batch.stored["logits"].argmax(-1)).sum()
-        teacher = job.teacher_maps(batch)
+        teacher = teacher_maps(batch)
         for block, log_map in enumerate(log_maps):
             if layers[block] is None:
                 continue

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import store
 from gaupipe.distillation.export import outputs
+from gaupipe.distillation.notes import StoreNotes
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochProgress
@@ -119,9 +120,10 @@ def announcement(schema: store.Schema, images: int, part: Part = None) -> str:
     entry = entry_of(schema)
     size = schema.bytes_per_image
     kind = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
-    if blocks := schema.extra.get("layers"):
-        kind += f" of blocks {', '.join(map(str, blocks))}"
-    if "pooled_from" in schema.extra:
+    notes = StoreNotes.of(schema)
+    if notes.layers:
+        kind += f" of blocks {', '.join(map(str, notes.layers))}"
+    if notes.pooled_from is not None:
         kind += " on {} x {} tokens".format(*schema.grid)
     each = f", {schema.views} of each image," if schema.views > 1 else ""
     already = ""
@@ -137,7 +139,10 @@ def announcement(schema: store.Schema, images: int, part: Part = None) -> str:
 
 def loss_line(schema: store.Schema, losses: Sequence[Tensor], images: int) -> str:
     """The mean of the :func:`lost` sums over the images; "" where nothing is lost."""
-    if not losses or not (means := torch.stack([*losses]).sum(0) / images).any():
+    if not losses:
+        return ""
+    means = torch.stack([*losses]).sum(0) / images
+    if not means.any():
         return ""
     meaning = "attention on class and register tokens, which is left out, per block"
     if schema.kind == "gaussian":

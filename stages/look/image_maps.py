@@ -18,19 +18,18 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import store
-from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.images import FileImages
 from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation import files, local
-from gaupipe.distillation.job import PhaseB
+from gaupipe.distillation.job import map_reader
 from gaupipe.distillation.kinds import MAP_KINDS, StoredGaussians
-from gaupipe.distillation.losses import without_keys
+from gaupipe.distillation.losses import TeacherMaps, without_keys
+from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
-from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from gaupipe.vit.attention_maps import use_fused_attention
 from gaupipe.vit.capture import Traced, trace
@@ -42,6 +41,17 @@ CPU = torch.device("cpu")
 Crop = tuple[float, float, float, float]
 """Part of a picture: left, top, right and bottom in shares of its width and height."""
 WHOLE: Crop = (0.0, 0.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of an image; of one without classes nothing."""
+
+    predicted: int | None = None
+    probability: float | None = None
+    """Of the predicted class."""
+    likely: Sequence[int] = ()
+    """Some classes, the likeliest first."""
 
 
 @dataclass
@@ -78,15 +88,14 @@ class ImageMaps:
             return []
         return ["class", *(f"register {number}" for number in range(1, self.prefix))]
 
-    def prediction(self, most: int = 1) -> dict[str, Any]:
-        """The ``predicted`` class, its ``probability``, and the ``most`` ``likely`` classes, the
-        likeliest first; None and none of a model without classes."""
+    def prediction(self, most: int = 1) -> Prediction:
+        """The predicted class, and the ``most`` likely ones."""
         if self.logits is None:
-            return {"predicted": None, "probability": None, "likely": []}
+            return Prediction()
         probabilities = self.logits.float().softmax(-1)
         likely = probabilities.topk(min(most, len(probabilities))).indices.tolist()
         probability = round(probabilities[likely[0]].item(), 6)
-        return {"predicted": likely[0], "probability": probability, "likely": likely}
+        return Prediction(likely[0], probability, likely)
 
 
 class StoredMaps:
@@ -99,7 +108,8 @@ class StoredMaps:
         self.layers = schema.layers
         self.grid = schema.grid
         self.prefix = schema.prefix_tokens
-        self.labelled = "files" not in schema.extra
+        self.notes = StoreNotes.of(schema)
+        self.labelled = self.notes.files is None
         self.explains = False
         self._decode = MAP_KINDS[schema.kind].reader(maps, CPU)
 
@@ -125,12 +135,12 @@ class StoredMaps:
         )
         if isinstance(attention, StoredGaussians):
             seen.gaussians = attention.gaussians[0]
-        if schema.extra.get("predicts", True):
+        if self.notes.has_predictions:
             seen.logits = torch.from_numpy(stored["logits"][0]).float()
         if self.labelled:
             seen.label = int(stored["labels"][0])
         else:  # a store of image files, which a trained ViT was given
-            seen.by = schema.extra["teacher"]
+            seen.by = str(self.notes.teacher)
         return seen
 
 
@@ -138,11 +148,12 @@ def images_of(maps: store.Store) -> ImageData:
     """The data set that a store's maps were made from. Raises UserError where the store does not
     name it, or where it is not there or another one."""
     schema = maps.schema
-    if "files" in schema.extra:
-        data = files.images_of(schema.extra, schema.num_classes, with_digest=True)
+    notes = StoreNotes.of(schema)
+    if notes.files is not None:
+        data = files.images_of(notes, schema.num_classes, with_digest=True)
     else:
         try:
-            settings = DataSettings.model_validate(schema.extra.get("data"))
+            settings = DataSettings.model_validate(notes.data)
         except ValidationError:
             raise UserError(
                 f"{maps.url}: does not say which images its maps were made from, as stores that "
@@ -159,25 +170,25 @@ def images_of(maps: store.Store) -> ImageData:
 def photo(
     data: ImageData,
     image: int,
-    views: dict[str, Any] | None = None,
+    views: Drawing | None = None,
     view: int = 0,
     split: str = "train",
 ) -> tuple[Image.Image, Crop]:
     """A picture of an image with all pixels of its file, and the part that a model sees. Of an
-    image without a file, and of the ``view`` that ``views``, a store's extra["views"], describes,
-    all is seen."""
+    image without a file, and of the ``view`` that ``views`` draws, all is seen."""
     images = data.split(split)
     source = images.source
     if views is None and isinstance(source, FileImages):
         pixels = source.pixels(int(images.positions[image]))  # [3, height, width]
         picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         return picture, source.crop(picture.width, picture.height)
-    shown = images.image(image) if views is None else view_of(images, image, drawn(views), view)
-    return Image.fromarray(shown.squeeze(-1) if shown.shape[-1] == 1 else shown), WHOLE
-
-
-def drawn(views: dict[str, Any]) -> Augment:
-    return Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
+    if views is None:
+        shown = images.image(image)
+    else:
+        shown = view_of(images, image, views.augmentation(), view)
+    if shown.shape[-1] == 1:
+        shown = shown.squeeze(-1)
+    return Image.fromarray(shown), WHOLE
 
 
 class LiveMaps:
@@ -201,11 +212,10 @@ class LiveMaps:
         return len(self.data.train)
 
     def see(
-        self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
+        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
     ) -> ImageMaps:
         """The attention to an image or, with ``views``, to that ``view`` of it.
 
-        ``views`` says how views are drawn, as a store of views does in its schema's extra["views"].
         Raises UserError for attention that is not finite.
         """
         batch, traced = self.traced(image, views, view, split)
@@ -236,7 +246,7 @@ class LiveMaps:
         return target, traced.rollout(torch.tensor([target]))[0]
 
     def traced(
-        self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
+        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
     ) -> tuple[Batch, Traced]:
         """The image, or a view of it, and the model's pass on it. The latest is kept: its maps and
         its relevance are asked for one after the other."""
@@ -258,14 +268,15 @@ class LiveMaps:
                 yield self.model(batch.images).float(), batch.labels
 
     def batch(
-        self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
+        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
     ) -> Batch:
         """The image, or a view of it, as the model takes it."""
         batches = Batches(getattr(self.data, split), self.data, CPU, batch_size=1)
         if views is None:
             return next(batches.in_order(np.array([image])))
         count = view + 1  # as many views of an image as are counted here, so that this one is there
-        return next(batches.views(np.array([image * count + view]), drawn(views), count))
+        entry = np.array([image * count + view])
+        return next(batches.views(entry, views.augmentation(), count))
 
 
 class StudentMaps(LiveMaps):
@@ -287,11 +298,12 @@ class StudentMaps(LiveMaps):
         self.store = open_maps(student, data)
         learned = student.distilled and recorded_store(student.folder) is None
         self.local = settings.phase_a.is_local and learned and self.store is None
-        self._job: PhaseB
+        self._teacher_maps: Callable[[Batch], TeacherMaps]
         if self.local:
-            self._job = local.build(settings, data, CPU, model)
+            maps = local.constant_maps(settings, model, CPU)
+            self._teacher_maps = lambda _batch: maps
         elif self.store is not None:
-            self._job = PhaseB(settings, data, CPU, model, settings.student_training, self.store)
+            self._teacher_maps = map_reader(self.store, model, settings.phase_b, CPU)
 
     def see(self, image, views=None, view=0, split="train") -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""
@@ -308,7 +320,7 @@ class StudentMaps(LiveMaps):
             seen.prefix = 0
         return seen
 
-    def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:
+    def no_teacher(self, views: Drawing | None, split: str = "train") -> str | None:
         """Why the stored maps are not those of what the student sees; None where they are."""
         if self.local:
             return None
@@ -316,7 +328,7 @@ class StudentMaps(LiveMaps):
             return "there is no whole store that fits the student"
         if split != "train":
             return "a store holds the maps of training images alone"
-        stored = self.store.schema.extra.get("views")
+        stored = StoreNotes.of(self.store.schema).views
         if stored == views:
             return None
         others = "other views"
@@ -328,10 +340,10 @@ class StudentMaps(LiveMaps):
     def _teacher(
         self, batch: Batch, image: int, view: int, maps: list[Tensor]
     ) -> list[Tensor | None]:
-        if not self.local:
-            entry = image * self._job.maps.schema.views + view
-            batch.stored = self._job.maps.read(entry, entry + 1)
-        stored = self._job.teacher_maps(batch)
+        if self.store is not None:
+            entry = image * self.store.schema.views + view
+            batch.stored = self.store.read(entry, entry + 1)
+        stored = self._teacher_maps(batch)
         compared: list[Tensor | None] = []
         for layer, block in enumerate(maps):
             if stored.layers[layer] is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import store
 from gaupipe.data.folder import say_once
 from gaupipe.data.images import FileImages
 from gaupipe.data.splits import utf8
+from gaupipe.distillation.notes import StoreNotes
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from stages.look import picture
@@ -65,6 +67,45 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
     }
 
 
+@dataclass(frozen=True)
+class ImageMap:
+    """Where one image is looked at, in plain numbers, by one block, head and query."""
+
+    image: int
+    file: str | None
+    """Its path, of an image in a file where the data set can be read."""
+    label: int | None
+    predicted: int | None
+    probability: float | None
+    by: str
+    """Whose map this is."""
+    layer: int
+    head: int | str
+    """A number or ``mean``."""
+    query: int | str
+    """A number, ``mean``, or the name of a class or register token."""
+    grid: list[int]
+    """Its height h and its width w."""
+    gaussian: list[float] | None
+    """(mean_x, mean_y, std_x, std_y) in normalised coordinates, of one head and one query where the
+    store holds Gaussians or embeddings."""
+    map: list[list[float]]
+    """h lists of w weights. All sum to 1, with those of ``extra``."""
+    teacher: list[list[float]] | None
+    """The stored map that a student's is compared with, in the same form."""
+    kl: float | None
+    """The divergence of the two, mean over the queries and heads that were asked for."""
+    extra: dict[str, float]
+    """The weights of the class and register tokens."""
+    no_teacher: str | None
+    """Why a student's map has no teacher's beside it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The values by name. ``file``, ``extra`` and ``no_teacher`` are left out where unknown."""
+        absent = [name for name in ("file", "extra", "no_teacher") if not getattr(self, name)]
+        return {name: value for name, value in asdict(self).items() if name not in absent}
+
+
 def attention(
     image: int,
     *,
@@ -76,22 +117,13 @@ def attention(
     query: str | None = None,
     view: int = 0,
     png: Path | None = None,
-) -> dict[str, Any]:
+) -> ImageMap:
     """The map of one training image, block (None is the last), head (or ``mean``) and query (or
-    ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), as plain
-    numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
-    a ``student``. ``view`` counts the views that a store may have of an image. ``png`` is a file
-    that the map is drawn to, over the image where the data set can be read.
-
-    ``file`` is there only for an image in a file, and is its path, where the data set can be read.
-    ``map`` is a list of h lists of w weights, which all sum to 1. ``gaussian`` is (mean_x, mean_y,
-    std_x, std_y) in normalised coordinates where one head and one query are asked for and the store
-    holds Gaussians or embeddings. For a student that the run's store fits ``teacher`` is the stored
-    map that this one is compared with, in the same form, and ``kl`` the divergence of the two, mean
-    over the queries and heads that were asked for; both are None otherwise. ``extra`` is there for
-    maps with class and register tokens, and has their weights. ``no_teacher`` is there only for a
-    student without a teacher's map, and says why.
-    """
+    ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), from a
+    store (that of the run without a ``url``) or, where one is named, from a ``student``, beside the
+    teacher's where the run's store fits it. ``view`` counts the views that a store may have of an
+    image. ``png`` is a file that the map is drawn to, over the image where the data set can be
+    read."""
     target = check_file("--png", png, ".png") if png is not None else None
     maps: StoredMaps | StudentMaps
     if student is None:
@@ -104,10 +136,9 @@ def attention(
     layer = maps.layers - 1 if layer is None else layer
     _check("--layer", layer, maps.layers, where)
     schema = maps.store.schema if maps.store else None
-    views = schema.extra.get("views") if schema else None
+    views = StoreNotes.of(schema).views if schema else None
     _check("--view", view, schema.views if schema else 1, where)
-    chosen = chosen_map(maps.see(image, views, view), layer, head, query)
-    shown: dict[str, Any] = {"image": image}
+    shown = chosen_map(image, maps.see(image, views, view), layer, head, query)
     taken = None
     try:
         data = maps.data
@@ -116,18 +147,17 @@ def attention(
             say_once(f"--png {png}: the map without the image: {error}")
     else:
         if isinstance(data.train.source, FileImages):
-            shown["file"] = utf8(data.train.path(image))
+            shown = replace(shown, file=utf8(data.train.path(image)))
         if target is not None:
             taken = photo(data, image, views, view)
-    shown |= chosen
     if target is not None:
-        patch = shown["query"] if isinstance(shown["query"], int) else None
-        picture.draw(np.array(shown["map"]), patch, taken, target)
+        patch = shown.query if isinstance(shown.query, int) else None
+        picture.draw(np.array(shown.map), patch, taken, target)
     return shown
 
 
-def chosen_map(seen: ImageMaps, layer: int, head: str, query: str | None) -> dict[str, Any]:
-    """One map of an image, as :func:`attention` returns it."""
+def chosen_map(image: int, seen: ImageMaps, layer: int, head: str, query: str | None) -> ImageMap:
+    """One map of an image, as :func:`attention` returns it, without a file."""
     if query is None:
         height, width = seen.grid
         query = str(height // 2 * width + width // 2)
@@ -140,71 +170,72 @@ def chosen_map(seen: ImageMaps, layer: int, head: str, query: str | None) -> dic
         return values[heads][:, queries].mean((0, 1))
 
     whole = mean(rows)  # [P + T]
-    likely = seen.prediction()
-    shown: dict[str, Any] = {
-        "label": seen.label,
-        "predicted": likely["predicted"],
-        "probability": likely["probability"],
-        "by": seen.by,
-        "layer": layer,
-        "head": int(head) if head.isdecimal() else head,
-        "query": int(query) if query.isdecimal() else query,
-        "grid": list(seen.grid),
-        "gaussian": None,
-        "map": whole[extra:].reshape(seen.grid).tolist(),
-        "teacher": None,
-        "kl": None,
-    }
+    gaussian = None
     if seen.gaussians is not None and "mean" not in (head, query):
-        shown["gaussian"] = seen.gaussians[layer, heads[0], queries[0]].tolist()
+        gaussian = seen.gaussians[layer, heads[0], queries[0]].tolist()
     teacher = seen.teacher[layer] if seen.teacher else None
+    teacher_map = kl = None
     if teacher is not None:
-        shown["teacher"] = mean(teacher).reshape(seen.grid).tolist()
-        shown["kl"] = mean(divergence(teacher, rows)).item()
-    if extra:
-        shown["extra"] = dict(zip(seen.extra, whole.tolist(), strict=False))
-    if seen.no_teacher is not None:
-        shown["no_teacher"] = seen.no_teacher
-    return shown
+        teacher_map = mean(teacher).reshape(seen.grid).tolist()
+        kl = mean(divergence(teacher, rows)).item()
+    prediction = seen.prediction()
+    return ImageMap(
+        image=image,
+        file=None,
+        label=seen.label,
+        predicted=prediction.predicted,
+        probability=prediction.probability,
+        by=seen.by,
+        layer=layer,
+        head=int(head) if head.isdecimal() else head,
+        query=int(query) if query.isdecimal() else query,
+        grid=list(seen.grid),
+        gaussian=gaussian,
+        map=whole[extra:].reshape(seen.grid).tolist(),
+        teacher=teacher_map,
+        kl=kl,
+        extra=dict(zip(seen.extra, whole.tolist(), strict=False)),
+        no_teacher=seen.no_teacher,
+    )
 
 
-def heat_map(shown: dict[str, Any]) -> Group:
+def heat_map(shown: ImageMap) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
     brackets; of a student with the teacher's map on its right."""
-    model = shown["by"].rsplit("/", 1)[-1]
-    weights = np.array(shown["map"])
+    model = shown.by.rsplit("/", 1)[-1]
+    weights = np.array(shown.map)
     most = float(weights.max())
-    if shown["teacher"] is not None:
-        most = max(most, float(np.max(shown["teacher"])))
-    title = f"image {shown['image']}"
-    if "file" in shown:
-        title += f" ({shown['file']})"
-    if shown["label"] is not None:
-        title += f", label {shown['label']}"
-    if shown["predicted"] is not None:
-        title += f", {model} says {shown['predicted']} with {shown['probability']:.2f}"
-    title += f": layer {shown['layer']}, head {shown['head']}, query {shown['query']}"
-    rows = shaded(weights, shown["query"], most)
+    if shown.teacher is not None:
+        most = max(most, float(np.max(shown.teacher)))
+    title = f"image {shown.image}"
+    if shown.file:
+        title += f" ({shown.file})"
+    if shown.label is not None:
+        title += f", label {shown.label}"
+    if shown.predicted is not None:
+        title += f", {model} says {shown.predicted} with {shown.probability:.2f}"
+    title += f": layer {shown.layer}, head {shown.head}, query {shown.query}"
+    rows = shaded(weights, shown.query, most)
     largest = "the largest weight"
     lines: list[Text | Table] = [Text(title), *rows]
-    if shown["teacher"] is not None:
-        teacher = shaded(np.array(shown["teacher"]), shown["query"], most)
+    if shown.teacher is not None:
+        teacher = shaded(np.array(shown.teacher), shown.query, most)
         beside = Table(model, "teacher", box=None, pad_edge=False, padding=(0, 2))
         for pair in zip(rows, teacher, strict=True):
             beside.add_row(*pair)
-        lines = [Text(title), beside, Text(f"  KL of {model} from the teacher: {shown['kl']:.4f}")]
+        lines = [Text(title), beside, Text(f"  KL of {model} from the teacher: {shown.kl:.4f}")]
         largest += f" of both maps; {model} has {weights.max():.4f}"
-    elif "no_teacher" in shown:
-        lines.append(Text(f"  no teacher beside it: {shown['no_teacher']}"))
-    if "extra" in shown:
-        extra = ", ".join(f"{name} {weight:.3f}" for name, weight in shown["extra"].items())
+    elif shown.no_teacher:
+        lines.append(Text(f"  no teacher beside it: {shown.no_teacher}"))
+    if shown.extra:
+        extra = ", ".join(f"{name} {weight:.3f}" for name, weight in shown.extra.items())
         lines.append(Text(f"  beside the grid: {extra}"))
     token = int(weights.argmax())
     y, x = divmod(token, weights.shape[1])
     at = f"at token {token} (row {y}, column {x})"
     lines.append(Text(f"  {SHADES[-1] * 2} = {most:.4f}, {largest}, {at}"))
-    if shown["gaussian"]:
-        mean_x, mean_y, std_x, std_y = shown["gaussian"]
+    if shown.gaussian:
+        mean_x, mean_y, std_x, std_y = shown.gaussian
         gaussian = f"mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f})"
         lines.append(Text(f"  Gaussian: {gaussian} in (x, y), -1 and +1 the first and last token"))
     return Group(*lines)

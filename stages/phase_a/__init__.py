@@ -11,12 +11,12 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.gaussian_teacher import build, build_teacher, train, training_state
 from gaupipe.distillation.student import check_student
 from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.distillation.vit_teacher import TeacherTraining
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
+from gaupipe.training.job import Training
 from stages.phase_a import local, trained_vit
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
@@ -47,7 +47,7 @@ def run(
     """
     directory = RunDirectory(run_dir)
 
-    def resolve() -> TeacherJob | TeacherTraining | local.LocalJob:
+    def resolve() -> TeacherJob | Training | local.LocalJob:
         request = directory.settled(settings)
         directory.check_free(request, resume)
         images = read_data(request, directory, data)
@@ -61,7 +61,7 @@ def run(
     match job:
         case local.LocalJob():
             return local.run(job, directory, resume)
-        case TeacherTraining():
+        case Training():
             return trained_vit.run(job, directory, resume)
         case TeacherJob(teacher=VitTeacher()):
             return trained_vit.adopt(job, directory, resume)

@@ -11,16 +11,21 @@ from gaupipe.data.folder import say_once
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.probe import check_probe, fit_probe, load_probe, source_of_probe
 from gaupipe.distillation.student import check_student
-from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.distillation.vit_teacher import TeacherTraining, VitJob, build, build_model, measure
-from gaupipe.settings import Settings, TrainSettings
+from gaupipe.distillation.teacher import TeacherJob, ending
+from gaupipe.distillation.vit_teacher import (
+    VitJob,
+    build,
+    build_model,
+    build_training,
+    measure,
+)
+from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.system.progress import EpochMetrics, read_metrics
+from gaupipe.system.progress import EpochMetrics, read_metrics, say
 from gaupipe.teachers.vit import VitTeacher, parts_of_teachers, weights_of_patches
-from gaupipe.training.job import train, training_state
+from gaupipe.training.job import Training, train, training_state
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.saving import save_student
 from stages.runs import ranks
@@ -28,7 +33,7 @@ from stages.runs.directory import RunDirectory
 from stages.runs.opening import opened_teacher
 
 
-def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | TeacherTraining:
+def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | Training:
     """The teacher that the settings name, or the training of a new one. Raises UserError for what
     neither phase could do with it, or, without ``students``, phase A."""
     if settings.phase_a.teacher == "vit":
@@ -36,12 +41,7 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
         if students:
             check_student(settings, data, vit, weights_of_patches(vit))
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
-        device = select_device(settings.device, settings.threads)
-        vit = build_model(settings, data).to(device)
-        # no label smoothing: maps of a teacher with smoothed labels teach less
-        phase = settings.phase_a
-        train = TrainSettings(epochs=phase.max_epochs, optim=phase.optim)
-        return TeacherTraining(settings, data, device, vit, train)
+        return build_training(settings, data)
     job = build(settings, data)
     if students:
         warm = settings.phase_b.warm_start != "none"
@@ -51,11 +51,12 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
     return job
 
 
-def run(job: TeacherTraining, directory: RunDirectory, resume: bool) -> list[EpochMetrics]:
+def run(job: Training, directory: RunDirectory, resume: bool) -> list[EpochMetrics]:
     """Trains the teacher ``vit`` in a run directory. Returns its metrics, one dict per epoch."""
     state = training_state(job)
     with opened_teacher(directory, job.settings, job.data, resume, state):
-        train(job, state, directory.phase_a)
+        train(job, state, directory.phase_a, "phase A")
+        say(f"phase A: {ending(job.settings.phase_a, state.metrics)}")
         folder = directory.phase_a / "teacher"
         if distributed.is_main():
             save_student(state.kept, folder, **job.data.data_config)

@@ -10,6 +10,7 @@ from typing import Any
 
 import store
 from gaupipe.distillation.export import stored_export
+from gaupipe.distillation.notes import StoreNotes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import dump
 from gaupipe.settings.sections import LOCAL, Section
@@ -71,9 +72,10 @@ def published_settings(student: TrainedStudent) -> Settings:
         with contextlib.suppress(store.StoreError):  # it may be gone
             schema = store.open(url, teacher_sha256=teacher_sha256).schema
             export = stored_export(url) or export
-            if student.has_other_teacher and "teacher" in schema.extra:
-                named = {key: schema.extra.get(key) or {} for key in ("teacher", "teacher_args")}
-                phase = PhaseASettings.model_validate(named)
+            notes = StoreNotes.of(schema)
+            if student.has_other_teacher and notes.teacher is not None:
+                args = notes.teacher_args or {}
+                phase = PhaseASettings(teacher=notes.teacher, teacher_args=args)
             break
     changes = {
         "phase_a": phase,

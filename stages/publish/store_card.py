@@ -8,14 +8,16 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 import store
 from gaupipe import __version__
+from gaupipe.distillation.notes import StoreNotes
 from stages.publish.model_card import TEACHERS, code
 
 
 def text(schema: store.Schema, license: str | None = None) -> str:
     """The text of README.md. The ``license`` of the images, where it is not given, is left to those
     who publish the store, in a marked place."""
-    images = schema.extra.get("data") or {}
-    teacher = schema.extra.get("teacher", "gaussian")
+    notes = StoreNotes.of(schema)
+    images = notes.data or {}
+    teacher = notes.teacher or "gaussian"
     head = DatasetCardData(
         license=license,
         task_categories=["image-classification"],
@@ -30,7 +32,7 @@ def text(schema: store.Schema, license: str | None = None) -> str:
         version=__version__,
         license=license,
         teacher=TEACHERS.get(teacher, code(teacher)),
-        predicts=schema.extra.get("predicts", True),
+        predicts=notes.has_predictions,
         image_size=images.get("image_size"),
         arrays=schema.arrays(),
         stored_dtypes={name: schema.stored_dtype(name) for name in schema.arrays()},

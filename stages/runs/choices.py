@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gaupipe.data.folder import FolderFacts
 from gaupipe.settings import FILE_IMAGE_SIZE
-from gaupipe.settings.load import set_value
+from gaupipe.settings.load import Tree, set_value
 from gaupipe.system.files import from_here
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def is_trained(teacher: Any) -> bool:
 class Choices:
     """Settings as a nested dict, at first those of the user; and reasons to tell the user."""
 
-    tree: dict[str, Any]
+    tree: Tree
     reasons: dict[str, str] = field(default_factory=dict)
     chosen: list[str] = field(default_factory=list)
     """Names of the settings that the user left open."""

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gaupipe.settings import Settings
-from gaupipe.settings.load import changed, dump, flatten, load, parse, with_overrides
+from gaupipe.settings.load import (
+    ByName,
+    changed,
+    dump,
+    flatten,
+    load,
+    parse,
+    with_overrides,
+)
 from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
@@ -126,8 +134,8 @@ class RunDirectory:
             raise UserError(f"{self.config} is empty: restore it from a copy, or start another run")
         return load(self.config)
 
-    def differences(self, name: str, distilled: bool = True) -> dict[str, object]:
-        """{"a.b": value} of the settings in which a student differs from the run."""
+    def differences(self, name: str, distilled: bool = True) -> ByName:
+        """The settings in which a student differs from the run."""
         student = self.student_settings(name, distilled)
         values = flatten(student)
         names = changed(self.settings(), student, Scope.ANYTIME)

@@ -13,7 +13,9 @@ from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+from gaupipe.system.progress import say
 from gaupipe.training.job import Training
+from gaupipe.training.scores import percent
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.saving import save_student, saved_sha256
 
@@ -22,12 +24,14 @@ FILE = "student.json"
 REMEDY = "continue the training with --resume, or remove the folder of the student"
 
 
-def save(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
-    """Writes ``folder``/student, of the ``best`` or the ``last`` epoch, as ``train.keep`` says.
-    Where these are different ones, the folder ``best`` or ``last`` beside it has the other."""
+def save(job: Training, state: TrainingState[VisionTransformer], folder: Path, label: str) -> None:
+    """Writes ``folder``/student, of the ``best`` or the ``last`` epoch, as ``train.keep`` says, and
+    says which it is, of the training called ``label``. Where these are different ones, the folder
+    ``best`` or ``last`` beside it has the other."""
     assert state.best is not None  # the training has ended
     keep = job.train.keep
     data = job.data
+    say(f"{label}: {described(job, state, folder)}")
     last = len(state.metrics)
     best = state.best["epoch"]
     students = {"last": state.kept}
@@ -50,6 +54,34 @@ def save(job: Training, state: TrainingState[VisionTransformer], folder: Path) -
     _write(folder, kept)
     save_student(student, folder / "student", **data.data_config)
     _write(folder, {**kept, "sha256": _noted(folder)})
+
+
+def described(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> str:
+    """A line about a training that has ended: which epoch is kept where, how good it is, and why
+    the training ended early."""
+    assert state.best
+    keep = job.train.keep
+    best = state.best["epoch"]
+    last = len(state.metrics)
+    kept = best if keep == "best" else last
+    accuracies = [entry["val_acc"] or 0.0 for entry in state.metrics]
+    line = f"{folder / 'student'} is of epoch {kept}"
+    if best == last:
+        line += ", the best"
+    elif keep == "best":
+        line += ", the best (train.keep=best)"
+    else:
+        line += " (train.keep=last)"
+    images = len(job.data.val)
+    accuracy = percent(accuracies[kept - 1], images)
+    line += f": val {accuracy}, the 95 % interval of {images:,} images"
+    if best != last and keep == "best":
+        line += f"; {folder / 'last'} is of epoch {last}: {100 * accuracies[-1]:.1f} %"
+    elif best != last:
+        line += f"; {folder / 'best'} is of epoch {best}: {100 * accuracies[best - 1]:.1f} %"
+    if last < len(job.epochs):
+        line += f"; patience={job.train.patience} ended the training"
+    return line
 
 
 def finished(folder: Path) -> bool:

@@ -59,7 +59,7 @@ def opened(
         held.enter_context(locked(folder, "student"))
         state.load(folder / "checkpoint")
         if distributed.is_main():
-            write_request(folder, job.settings, job.source_of_maps())
+            write_request(folder, job.settings, job.source_of_maps)
         yield job, state
 
 
@@ -93,7 +93,7 @@ def begin_student(request: StudentRequest, job: Training) -> None:
     if request.resume:
         say_if_afresh(request.folder)
     else:
-        make_folder(request, job.source_of_maps())
+        make_folder(request, job.source_of_maps)
 
 
 @contextlib.contextmanager

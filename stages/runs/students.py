@@ -45,6 +45,13 @@ class StudentRequest:
     def name(self) -> str:
         return self.folder.name
 
+    @property
+    def label(self) -> str:
+        """The name of the training in lines and on the bar."""
+        if self.teacher is None:
+            return f"{self.name} (plain)"
+        return self.name
+
     def check_free(self) -> None:
         """Raises UserError, ending in what to do ``instead``, where the folder is taken."""
         if os.path.lexists(self.folder):

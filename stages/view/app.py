@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +56,10 @@ def asked(request: Request) -> SimpleNamespace:
     query["side"] = str(PHOTO)
     query |= {**request.path_params, **request.query_params}
     numbers = {}
-    for name in ("image", "view", "page", "side", *(["class"] if query.get("class") else [])):
+    names = ["image", "view", "page", "side"]
+    if query.get("class"):
+        names.append("class")
+    for name in names:
         text = query[name]
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise UserError(f"{name} {text[:20]!r}: should be a whole number")
@@ -67,9 +71,11 @@ def make_app(viewer: Viewer) -> Starlette:
     """The pages of one viewer. Answers are computed on threads, as they read files."""
 
     answers: dict[str, Answer] = {
-        "/api/about": lambda a: viewer.about(),
-        "/api/status": lambda a: viewer.status(a.split, a.student),
-        "/api/gallery": lambda a: viewer.page(a.split, a.student, a.order, a.label, a.page),
+        "/api/about": lambda a: asdict(viewer.about()),
+        "/api/status": lambda a: asdict(viewer.status(a.split, a.student)),
+        "/api/gallery": lambda a: viewer.page(
+            a.split, a.student, a.order, a.label, a.page
+        ).to_json(),
         "/api/image/{image}": lambda a: viewer.image(a.image, a.view, a.split, a.student),
         "/api/pixels/{token}/{image}": lambda a: viewer.pixels(
             a.image, a.view, a.split, max(a.side, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,40 @@ PAGE = 60
 """Images of a page."""
 READERS = 8
 """Shards that are read at the same time."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image of a page. What is not known of it is None."""
+
+    id: int
+    label: int | None
+    predicted: int | None
+    probability: float | None
+    """Of the predicted class."""
+    title: str | None = None
+    """The name of its file."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Some images in an order."""
+
+    items: list[Item] | None
+    """None while the order is not known."""
+    total: int
+    """Images in this order."""
+    page: int
+    size: int = PAGE
+
+    def to_json(self) -> dict[str, Any]:
+        """The values by name, of images without what is not known."""
+        values = asdict(self)
+        for item in values["items"] or ():
+            for name in ("label", "predicted", "probability"):
+                if item[name] is None:
+                    del item[name]
+        return values
 
 
 class Gallery:
@@ -79,10 +114,9 @@ class Gallery:
         self.labels = labels if self.labelled else None
         self.predicted = predicted  # last, as it says that all has been read
 
-    def page(self, order: str = "id", label: int | None = None, number: int = 0) -> dict[str, Any]:
-        """One page: the ``items``, of each its ``id`` and what else is known, and the ``total`` in
-        this order; ``items`` is None while the order is not known. Raises UserError for an order or
-        a class that there is not."""
+    def page(self, order: str = "id", label: int | None = None, number: int = 0) -> Page:
+        """One page, of a class or of all. Raises UserError for an order or a class that there is
+        not."""
         if order not in ORDERS:
             raise UserError(f"order {order!r}: should be one of {', '.join(ORDERS)}")
         if label is not None and not 0 <= label < self.classes:
@@ -90,18 +124,18 @@ class Gallery:
         ids = self._ordered(order, label)
         if ids is None:
             self.start()
-            return {"items": None, "total": 0, "page": number, "size": PAGE}
+            return Page(None, 0, number)
         items = [self._item(int(image)) for image in ids[number * PAGE : (number + 1) * PAGE]]
-        return {"items": items, "total": len(ids), "page": number, "size": PAGE}
+        return Page(items, len(ids), number)
 
-    def _item(self, image: int) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": image}
+    def _item(self, image: int) -> Item:
+        label = predicted = probability = None
         if self.labels is not None:
-            item["label"] = int(self.labels[image])
+            label = int(self.labels[image])
         if self.predicted is not None:
-            item["predicted"] = int(self.predicted[image])
-            item["probability"] = round(float(self.probability[image]), 6)
-        return item
+            predicted = int(self.predicted[image])
+            probability = round(float(self.probability[image]), 6)
+        return Item(image, label, predicted, probability)
 
     def _ordered(self, order: str, label: int | None) -> np.ndarray | None:
         """Image ids of a class, or of all, in an order; None while that is not known."""

@@ -7,6 +7,7 @@ import base64
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,13 @@ def page_text(
     viewer.load_images()
     embedded = {}
     for image in images:
-        embedded[str(image)] = embedded_image(viewer, image, split)
+        embedded[str(image)] = vars(embedded_image(viewer, image, split))
         done()
     status = viewer.status(split)
-    status["labels"]["reading"] = False
-    status["splits"] = {split: len(embedded)}
+    labels = replace(status.labels, reading=False)
     page = {
-        "about": {**viewer.about(), "adds": False, "split": split},
-        "status": status,
+        "about": asdict(replace(viewer.about(), adds=False, split=split)),
+        "status": asdict(replace(status, labels=labels, splits={split: len(embedded)})),
         "images": embedded,
         "start": start,
     }
@@ -78,10 +78,19 @@ def bundle() -> str:
     return "\n".join(parts)
 
 
-def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, object]:
-    """Everything that the page shows of an image, for each view, binary messages as base64: the
-    maps of each model, under "" the stored ones; the relevance for the predicted class; the
-    picture, as a URL."""
+@dataclass(frozen=True)
+class EmbeddedImage:
+    """Everything that the page shows of an image, for each view; binary messages are base64."""
+
+    maps: dict[str, list[str]]
+    """Of each model, under "" the stored ones."""
+    relevance: dict[str, list[str]]
+    """Of each model for the class that it predicts."""
+    pixels: list[str]
+    """URLs of the pictures."""
+
+
+def embedded_image(viewer: Viewer, image: int, split: str) -> EmbeddedImage:
     stored = viewer.schema if split == "train" else None
     views = range(stored.views if stored else 1)
     names = [""] * bool(stored) + list(viewer.models)
@@ -90,17 +99,17 @@ def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, object]:
     def url(content: bytes, kind: str) -> str:
         return f"data:{kind};base64,{encoded(content)}"
 
-    return {
-        "maps": {
+    return EmbeddedImage(
+        maps={
             name: [encoded(viewer.image(image, view, split, name)) for view in views]
             for name in names
         },
-        "relevance": {
+        relevance={
             name: [encoded(viewer.relevance(name, image, None, view, split)) for view in views]
             for name in explained
         },
-        "pixels": [url(*viewer.pixels(image, view, split, SIDE)) for view in views],
-    }
+        pixels=[url(*viewer.pixels(image, view, split, SIDE)) for view in views],
+    )
 
 
 def encoded(content: bytes) -> str:

@@ -104,9 +104,10 @@ def open_viewer(
     if url is None:
         assert directory is not None
         url = str(directory.maps)
-    elif directory is None and (folder := store.local_folder(url)) is not None:
-        directory = RunDirectory(folder.parent)
-        directory = directory if directory.config.is_file() else None
+    elif directory is None:  # the run in which the store lies, if there is one
+        folder = store.local_folder(url)
+        if folder is not None and RunDirectory(folder.parent).config.is_file():
+            directory = RunDirectory(folder.parent)
     trained = []
     if directory is not None:  # of a name in both phases the one of phase B, and these last
         plain = directory.students(distilled=False)
@@ -125,7 +126,11 @@ def open_viewer(
     if directory is None:
         return Viewer(url, {}, store.open(url))
     alone = bool(trained) and url == str(directory.maps) and not directory.maps.exists()
-    names = students or (trained[::-1] if all_students else trained[-1:] if alone else [])
+    names: Sequence[str] = students or ()
+    if not students and all_students:
+        names = trained[::-1]  # the one trained last is shown first
+    elif not students and alone:
+        names = trained[-1:]
     models: dict[str, Load] = {name: partial(StudentMaps, directory, name) for name in names}
     if not alone:
         if url == str(directory.maps):

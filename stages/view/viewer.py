@@ -12,6 +12,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ import store
 from gaupipe.data.decoding import check, refusing
 from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData, utf8
+from gaupipe.distillation.notes import Drawing
 from gaupipe.system.errors import UserError
 from stages.look.colours import colours
 from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
 from stages.look.measures import divergence, numbers, with_mean_and_rollout
-from stages.view.gallery import Gallery, stored_gallery
+from stages.view.gallery import Gallery, Page, stored_gallery
 
 MOST_LIKELY = 5
 """Classes that are offered first where a class is explained."""
@@ -41,6 +43,70 @@ SMALL = 256
 QUALITY = 88
 Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the page opens with."""
+
+    layer: int
+    head: str
+    query: int | str
+
+
+@dataclass(frozen=True)
+class About:
+    """All that does not change while the page is open."""
+
+    title: str
+    colours: str
+    """Of 0 to the largest weight, four bytes each, in hexadecimal digits."""
+    token: str
+    """The page sends it with an image that it adds."""
+    stored: bool
+    """Whether there is a store."""
+    kind: str
+    k: int | None
+    start: Start
+    adds: bool
+    """Whether images can be added."""
+    command: str
+    views: int
+    classes: int
+    labelled: bool
+    split: str
+    """Whose images the page shows first."""
+    students: list[str]
+    note: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Progress of reading labels and predictions."""
+
+    done: int
+    total: int
+    reading: bool
+    error: str
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Whether the data set is there, or why it is not."""
+
+    ready: bool
+    error: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """Progress of reading labels, predictions and the data set."""
+
+    labels: Reading
+    pixels: Pixels
+    splits: dict[str, int]
+    """Images of each split."""
+    class_names: list[str]
 
 
 def pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
@@ -117,28 +183,28 @@ class Viewer:
         except (UserError, OSError) as error:
             self.data_error = str(error)
 
-    def about(self) -> dict[str, object]:
+    def about(self) -> About:
         """All that does not change while the page is open."""
         schema = self.schema
-        return {
-            "title": self.title,
-            "colours": colours().tobytes().hex(),
-            "token": self.token,
-            "stored": schema is not None,
-            "kind": schema.kind if schema else "computed now",
-            "k": schema.k if schema else None,
-            "start": self.start_state(),
-            "adds": self.extend is not None,
-            "command": self.command,
-            "views": schema.views if schema else 1,
-            "classes": (schema or self.data).num_classes,
-            "labelled": self.shown().labelled,
-            "split": self.split,
-            "students": self.students,
-            "note": self.note,
-        }
+        return About(
+            title=self.title,
+            colours=colours().tobytes().hex(),
+            token=self.token,
+            stored=schema is not None,
+            kind=schema.kind if schema else "computed now",
+            k=schema.k if schema else None,
+            start=self.start_state(),
+            adds=self.extend is not None,
+            command=self.command,
+            views=schema.views if schema else 1,
+            classes=(schema or self.data).num_classes,
+            labelled=self.shown().labelled,
+            split=self.split,
+            students=self.students,
+            note=self.note,
+        )
 
-    def start_state(self) -> dict[str, object]:
+    def start_state(self) -> Start:
         """What the page opens with: the last block; the rollout weighted by the gradient of the
         predicted class where a model has classes, else the mean over heads; for the class token
         where there is one.
@@ -153,7 +219,7 @@ class Viewer:
         elif shown.explains:
             query = "mean"
         head = "gradient" if shown.explains else "mean"
-        return {"layer": shown.layers - 1, "head": head, "query": query}
+        return Start(shown.layers - 1, head, query)
 
     def sizes(self) -> dict[str, int]:
         """The number of images of each split, as far as they are known; that to begin with is
@@ -164,20 +230,15 @@ class Viewer:
         splits = self._data.splits
         return {name: len(splits[name]) for name in names if name in splits}
 
-    def status(self, split: str = "train", name: str = "") -> dict[str, Any]:
+    def status(self, split: str = "train", name: str = "") -> Status:
         """Progress of reading labels, predictions and the data set."""
         gallery = self.gallery(split, name)
-        return {
-            "labels": {
-                "done": gallery.done,
-                "total": gallery.images,
-                "reading": gallery.reading,
-                "error": gallery.error,
-            },
-            "pixels": {"ready": self._data is not None, "error": self.data_error},
-            "splits": self.sizes(),
-            "class_names": list(self._data.train.source.class_names) if self._data else [],
-        }
+        return Status(
+            Reading(gallery.done, gallery.images, gallery.reading, gallery.error),
+            Pixels(self._data is not None, self.data_error),
+            self.sizes(),
+            list(self._data.train.source.class_names) if self._data else [],
+        )
 
     def gallery(self, split: str, name: str) -> Gallery:
         """The images of a split with a model's predictions or, without a ``name``, the store's."""
@@ -196,12 +257,13 @@ class Viewer:
             self._galleries[split, name] = made
             return made
 
-    def page(self, split: str, name: str, *which: Any) -> dict[str, Any]:
+    def page(self, split: str, name: str, *which: Any) -> Page:
         """A page of :meth:`gallery`, with the names of the images' files."""
         page = self.gallery(split, name).page(*which)
-        for item in page["items"] or ():
-            item["title"] = self.title_of(item["id"], split)
-        return page
+        if page.items is None:
+            return page
+        titled = [replace(item, title=self.title_of(item.id, split)) for item in page.items]
+        return replace(page, items=titled)
 
     def shown(self, split: str = "train", name: str = "") -> StoredMaps | LiveMaps:
         """What shows the images of a split: a model or, without a ``name``, the store where there
@@ -243,7 +305,7 @@ class Viewer:
             seen = shown.see(image, *which)
             if self.stored and split == "train" and name:
                 beside = self.stored.see(image, *which)
-                stored = {"name": beside.by, "label": beside.label, **beside.prediction()}
+                stored = {"name": beside.by, "label": beside.label, **asdict(beside.prediction())}
         maps = with_mean_and_rollout([seen.map(layer) for layer in range(shown.layers)])
         heads = maps.shape[1] - 2
         measured = numbers(maps[:, :heads], seen.grid, seen.values)
@@ -264,7 +326,7 @@ class Viewer:
             "name": seen.by,
             "title": self.title_of(image, split),
             "label": seen.label,
-            **seen.prediction(MOST_LIKELY),
+            **asdict(seen.prediction(MOST_LIKELY)),
             "stored": stored,
             "grid": seen.grid,
             "extra": seen.extra,
@@ -367,6 +429,6 @@ class Viewer:
         if not 0 <= view < views:
             raise UserError(f"view {view}: the store has 0 to {views - 1}")
 
-    def _which(self, view: int, split: str) -> tuple[dict[str, Any] | None, int, str]:
-        views = self.schema.extra.get("views") if self.schema and split == "train" else None
+    def _which(self, view: int, split: str) -> tuple[Drawing | None, int, str]:
+        views = self.stored.notes.views if self.stored and split == "train" else None
         return views, view, split

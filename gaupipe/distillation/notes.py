@@ -1,0 +1,80 @@
+"""What a store notes of its teacher, and of the images that its maps were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import store
+from gaupipe.data.augment import Augment
+from gaupipe.settings import Settings
+from gaupipe.settings.augment import AugmentSettings
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the views of a store are drawn: phase B must draw the same."""
+
+    seed: int
+    augment: dict[str, Any]
+    """The settings ``augment``, as JSON, but for what comes after a view is drawn."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Drawing:
+        augment = settings.augment.model_dump(mode="json", exclude={"mixup", "cutmix", "geometry"})
+        return cls(settings.seed, augment)
+
+    def augmentation(self) -> Augment:
+        return Augment(AugmentSettings.model_validate(self.augment), self.seed)
+
+
+@dataclass(frozen=True)
+class StoreNotes:
+    """The ``extra`` of a store's schema. What does not belong to a store is None there."""
+
+    teacher: str | None = None
+    """The name of a trained ViT; None for a teacher with Gaussians."""
+    predicts: bool | None = None
+    """Whether a trained ViT, or a probe on its features, predicts the classes."""
+    probe: bool | None = None
+    """Whether a probe does."""
+    mode: str | None = None
+    """``phase_a.mode`` of a teacher with Gaussians."""
+    label_passes: int | None = None
+    """Passes over which its predictions are the mean."""
+    data: dict[str, Any] | None = None
+    """The settings ``data`` of the images, as JSON."""
+    files: Sequence[str] | None = None
+    """Paths of image files and folders, where the images are no data set."""
+    transform: dict[str, Any] | None = None
+    """Of such images: keywords of ``timm.data.create_transform``."""
+    class_names: Sequence[str] | None = None
+    """Of such images: the names of the teacher's classes; empty where they have none."""
+    teacher_args: dict[str, Any] | None = None
+    """Keywords that a trained ViT was built with."""
+    views: Drawing | None = None
+    """The drawing of the views that the maps are of; None for maps of the images themselves."""
+    layers: list[int] | None = None
+    """The teacher's blocks that are stored, where not all are."""
+    precision: str | None = None
+    """In which the teacher computed, where it is not float32."""
+    pooled_from: list[int] | None = None
+    """(h, w) of the teacher's maps, where those of the store are coarser."""
+
+    @classmethod
+    def of(cls, schema: store.Schema) -> StoreNotes:
+        """Those of a store; notes of others are ignored."""
+        known = {field.name for field in fields(cls)}
+        values = {name: value for name, value in schema.extra.items() if name in known}
+        if values.get("views") is not None:
+            values["views"] = Drawing(**values["views"])
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def has_predictions(self) -> bool:
+        """Whether the logits of the store predict its classes."""
+        return self.predicts is not False
