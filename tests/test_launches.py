@@ -3,19 +3,30 @@ included, are as many for a large batch as for a small one, and none of them giv
 host. ``tests/test_fake_gpu.py`` sees on which device they are."""
 
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches
+import store
+from gaupipe.data.buckets import Buckets
 from gaupipe.data.draws import RANDAUGMENT, uniforms
-from gaupipe.distillation import local
+from gaupipe.data.splits import ImageData
+from gaupipe.distillation import gaussian_teacher, local
+from gaupipe.distillation import job as distillation
+from gaupipe.distillation.store_choice import MapShape
+from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.load import load
-from gaupipe.training.epochs import loop
-from gaupipe.training.job import build, training_state
+from gaupipe.teachers.image_state import ImageState
+from gaupipe.training.epochs import Epoch
+from gaupipe.training.job import build, train, training_state
 from stages.plan import random_data
+from stores import make_arrays, make_schema, write_store
 
 READS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal")
 """Operations whose result, or its shape, the host needs at once."""
@@ -34,19 +45,38 @@ class Operations(TorchDispatchMode):
     """Counts the operations that torch executes, and those that the host waits for. A number on the
     CPU by intent, like the step count of an optimizer, is ``free`` to be read."""
 
-    def __init__(self, free: set[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.paused = False
+        self.begin(set())
+
+    def begin(self, free: set[int]) -> None:
+        """Counts from now on."""
         self.counts: Counter[str] = Counter()
         self.reads: list[str] = []
         self.free = free
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.split(".")[0]
+        if self.paused:
+            return function(*args, **(kwargs or {}))
         if not function.is_view:  # which launches nothing
             self.counts[name] += 1
         if name in READS and args[0].data_ptr() not in self.free:
             self.reads.append(name)
         return function(*args, **(kwargs or {}))
+
+    def leave_out(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, whose operations do not count."""
+
+        def unseen(*args: Any) -> Any:
+            self.paused = True
+            try:
+                return method(*args)
+            finally:
+                self.paused = False
+
+        return unseen
 
 
 def ids_of_all_operations(count: int, images: int, seed: int, operations: int) -> np.ndarray:
@@ -64,43 +94,89 @@ def ids_of_all_operations(count: int, images: int, seed: int, operations: int) -
     return np.array([*chosen, *rest][:count])
 
 
-def operations_of_a_step(tmp_path, monkeypatch, batch_size: int, teacher: bool) -> Operations:
-    """Of the second step of a training, which has no first allocations."""
-    changes = [*EVERYTHING, f"data.batch_size={batch_size}"]
-    if teacher:
-        changes += ["phase_a.teacher=local", "phase_b.gamma=0.5"]
-    settings = load("digits", changes)
+class Seen(Exception):
+    """Ends a training after the step that was to be seen."""
+
+
+def operations_of_a_step(tmp_path, monkeypatch, batch_size: int, *changes: str) -> Operations:
+    """Of the second step of a training, which has no first allocations. Per-image parameters live
+    in the memory of the host, so what it does with them does not count."""
+    settings = load("digits", [*EVERYTHING, f"data.batch_size={batch_size}", *changes])
     data = random_data(settings, 512, 10)
-    job = build(settings, data)
-    if teacher:
-        job = local.build(settings, data, job.device, job.student)
-    state = training_state(job)
-    training = Batches(data.train, data, job.device, batch_size)
     chosen = ids_of_all_operations(batch_size, len(data.train), 0, len(settings.augment.operations))
-    order = [{0: chosen}] * 2
-    monkeypatch.setattr(type(training.buckets), "epoch", lambda *_: order)
-    with loop(settings, state, training, tmp_path / str(batch_size), "", 1) as running:
-        epoch = next(iter(running.epochs()))
-        batches = training.epoch(0, Augment(job.augment, 0))
-        for _ in range(2):
-            steps = [state["step"] for state in state.optimizer.state.values()]
-            seen = Operations({step.data_ptr() for step in steps})
-            with seen:
-                batch = next(batches)
-                with running.update.forward():
-                    result = job.losses(batch, job.epochs[0].gamma)
-                running.update.backward(result.loss, batch.weight)
-                running.update.step()
-                epoch.add(len(batch), **result.by_name())
-        assert len(batch) == batch_size
+    monkeypatch.setattr(Buckets, "epoch", lambda *_: [{0: chosen}] * 2)
+    seen = Operations()
+    steps: list[int] = []
+
+    def add(epoch: Epoch, images: int, **values: Tensor) -> None:
+        finish_batch(epoch, images, **values)
+        steps.append(images)
+        if len(steps) == 2:
+            raise Seen
+        states = epoch.loop.update.state.optimizer.state.values()
+        seen.begin(free={state["step"].data_ptr() for state in states})
+
+    finish_batch = Epoch.add
+    with monkeypatch.context() as patched, seen:
+        patched.setattr(Epoch, "add", add)
+        for name in ("gather", "update"):
+            patched.setattr(ImageState, name, seen.leave_out(getattr(ImageState, name)))
+        with pytest.raises(Seen):
+            train_anything(settings, data, tmp_path / str(batch_size))
+    assert steps == [batch_size] * 2
     return seen
 
 
-@pytest.mark.parametrize("teacher", [False, True], ids=["train", "phase B, local"])
+def train_anything(settings: Settings, data: ImageData, folder: Path) -> None:
+    """A teacher where phase A has an augmentation, else a student: from stored maps, from those of
+    the teacher local, or from the labels alone."""
+    if settings.phase_a.augment:
+        teacher = gaussian_teacher.build(settings, folder, data)
+        gaussian_teacher.train(teacher, gaussian_teacher.training_state(teacher), folder)
+        return
+    job = build(settings, data)
+    if settings.phase_a.is_local:
+        job = local.build(settings, data, job.device, job.student)
+    elif settings.phase_b.gamma:
+        maps = stored_maps(folder, settings.export, data, job.student)
+        job = distillation.build(settings, data, job.device, job.student, maps)
+    train(job, training_state(job), folder, "")
+
+
+def stored_maps(
+    folder: Path, export: ExportSettings, data: ImageData, student: VisionTransformer
+) -> store.Store:
+    """Random maps of all training images."""
+    shape = MapShape.of(student)
+    schema = make_schema(
+        kind=export.kind,
+        k=export.k,
+        num_images=len(data.train),
+        num_classes=10,
+        grid=shape.grid,
+        layers=shape.layers,
+        heads=shape.heads,
+    )
+    write_store(folder / "maps.zarr", schema, make_arrays(schema))
+    return store.open(folder / "maps.zarr")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["phase_b.gamma=0"],
+        ["phase_a.teacher=local", "phase_b.gamma=0.5"],
+        ["export.kind=gaussian", "phase_b.gamma=0.5", "phase_b.alpha=0.2"],
+        ["export.kind=topk", "export.k=8", "phase_b.gamma=0.5", "phase_b.alpha=0.2"],
+        ["phase_a.augment=true"],
+        ["phase_a.augment=true", "phase_a.mode=expected", "phase_a.per_image=table"],
+    ],
+    ids=["train", "local", "gaussian", "topk", "phase A", "phase A, expected"],
+)
 def test_a_step_launches_as_much_for_few_images_as_for_many_and_reads_nothing(
-    tmp_path, monkeypatch, teacher
+    tmp_path, monkeypatch, changes
 ):
-    few, many = (operations_of_a_step(tmp_path, monkeypatch, size, teacher) for size in (64, 256))
+    few, many = (operations_of_a_step(tmp_path, monkeypatch, size, *changes) for size in (64, 256))
     assert few.reads == many.reads == []
     assert few.counts == many.counts
     assert few.counts.total() > 300  # it has seen the forward and the backward pass
