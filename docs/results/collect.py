@@ -21,6 +21,11 @@ A table of pairs has the differences of test accuracy that are tested as one fam
 
     <!-- pairs judge.json "local - labels" "slice, maps - slice" -->
     <!-- /pairs -->
+
+A table of sizes and speeds has the entries of ``benchmarks/inference.py``:
+
+    <!-- inference inference.json -->
+    <!-- /inference -->
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ TABLE = re.compile(
     r"(<!-- table (?P<file>\S+)(?P<options>.*?) -->\n).*?(<!-- /table -->)", re.DOTALL
 )
 PAIRS = re.compile(r"(<!-- pairs (?P<file>\S+)(?P<pairs>.*?) -->\n).*?(<!-- /pairs -->)", re.DOTALL)
+INFERENCE = re.compile(r"(<!-- inference (?P<file>\S+) -->\n).*?(<!-- /inference -->)", re.DOTALL)
 
 Training = dict[str, Any]
 
@@ -88,7 +94,21 @@ def draw_tables(page: str) -> str:
         trainings = json.loads((DATA / match["file"]).read_text())
         return f"{match[1]}\n{table_of_pairs(trainings, pairs)}\n\n{match[4]}"
 
-    return PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page))
+    def drawn_inference(match: re.Match[str]) -> str:
+        entries = json.loads((DATA / match["file"]).read_text())
+        return f"{match[1]}\n{table_of_inference(entries)}\n\n{match[3]}"
+
+    return INFERENCE.sub(drawn_inference, PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page)))
+
+
+def table_of_inference(entries: list[dict[str, Any]]) -> str:
+    """Markdown table of the size and the speed of ViTs."""
+    lines = ["| ViT | parameters | images per second | kB as ONNX |", "|---" * 4 + "|"]
+    for entry in entries:
+        speed = f"{entry['images_per_second']:,.0f}"
+        cells = [entry["title"], f"{entry['parameters']:,}", speed, f"{entry['onnx_kb']:,}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> str:
