@@ -5,19 +5,22 @@
 A ViT of four blocks (width 64, 64 pixels, patches of 8) starts with a slice of the teacher by each
 rule, or from scratch, and learns the labels for a few epochs with Muon, flips and crops. The rules:
 every n-th channel, the first channels, and the principal components of the residual stream, each
-with what is kept of a sum made as large as the whole; and once without that. Prints the validation
-accuracy after every epoch, and the mean of the last three.
+with what is kept of a sum made as large as the whole; and once without that. Prints each training
+in the form of docs/results/data, as JSON, with the validation accuracies after all epochs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
+import sys
+import time
 from pathlib import Path
 from unittest.mock import patch
 
 import timm
 import torch
-from timing import record
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -66,6 +69,7 @@ def main() -> None:
     optim = OptimSettings(lr=arguments.lr)
     for rule in RULES:
         for seed in range(arguments.seeds):
+            started = time.process_time()
             torch.manual_seed(seed)
             student = timm.create_model(
                 "gauvit_pico_patch2_8",
@@ -82,10 +86,18 @@ def main() -> None:
             if rule != "scratch":
                 student.load_state_dict(start(rule, teacher, student, spread), strict=False)
             accuracies = train(student, data, optim, arguments.epochs, seed)
-            record(f"{rule}, seed {seed}", accuracies)
-            cells = " ".join(f"{100 * accuracy:.1f}" for accuracy in accuracies)
-            end = 100 * sum(accuracies[-3:]) / 3
-            print(f"{rule:<23} seed {seed}: {cells} %, at the end {end:.1f}", flush=True)
+            row = {
+                "name": rule,
+                "command": shlex.join(["python", "benchmarks/slice_rules.py", *sys.argv[1:]]),
+                "data": arguments.data.name,
+                "images": len(data.train),
+                "epochs": arguments.epochs,
+                "seed": seed,
+                "val": round(accuracies[-1], 4),
+                "core_seconds": round(time.process_time() - started),
+                "curve": [round(accuracy, 4) for accuracy in accuracies],
+            }
+            print(json.dumps(row), flush=True)
 
 
 def start(rule: str, teacher: VitTeacher, student: timm.models.VisionTransformer, spread: Tensor):

@@ -82,7 +82,7 @@ def test_a_table_leaves_out_empty_columns_and_rows_of_too_few_seeds(collect):
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.name)
 def test_raw_files_are_lists_of_entries_with_all_keys(path):
     """Measurements of time and memory have a title, and no accuracy; trainings have a name."""
-    measured = path.name in ("benchmarks.json", "scale.json")
+    measured = path.name in ("benchmarks.json", "inference.json", "scale.json")
     for entry in json.loads(path.read_text()):
         name = entry["title" if measured else "name"]
         missing = KEYS - entry.keys()

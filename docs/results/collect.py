@@ -22,10 +22,13 @@ A table of pairs has the differences of test accuracy that are tested as one fam
     <!-- pairs judge.json "local - labels" "slice, maps - slice" -->
     <!-- /pairs -->
 
-A table of ratios has what benchmarks measured, each in one run or two:
+A table of ratios has what benchmarks measured, each in one run or two, and one of inference the
+entries of ``benchmarks/inference.py``:
 
     <!-- ratios benchmarks.json -->
     <!-- /ratios -->
+    <!-- inference inference.json -->
+    <!-- /inference -->
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ TABLE = re.compile(
     r"(<!-- table (?P<file>\S+)(?P<options>.*?) -->\n).*?(<!-- /table -->)", re.DOTALL
 )
 PAIRS = re.compile(r"(<!-- pairs (?P<file>\S+)(?P<pairs>.*?) -->\n).*?(<!-- /pairs -->)", re.DOTALL)
-RATIOS = re.compile(r"(<!-- ratios (?P<file>\S+) -->\n).*?(<!-- /ratios -->)", re.DOTALL)
+ENTRIES = re.compile(
+    r"(<!-- (?P<kind>ratios|inference) (?P<file>\S+) -->\n).*?(<!-- /(?P=kind) -->)", re.DOTALL
+)
 
 Training = dict[str, Any]
 
@@ -94,11 +99,12 @@ def draw_tables(page: str) -> str:
         trainings = json.loads((DATA / match["file"]).read_text())
         return f"{match[1]}\n{table_of_pairs(trainings, pairs)}\n\n{match[4]}"
 
-    def drawn_ratios(match: re.Match[str]) -> str:
-        groups = json.loads((DATA / match["file"]).read_text())
-        return f"{match[1]}\n{table_of_ratios(groups)}\n\n{match[3]}"
+    def drawn_entries(match: re.Match[str]) -> str:
+        entries = json.loads((DATA / match["file"]).read_text())
+        draw = {"ratios": table_of_ratios, "inference": table_of_inference}[match["kind"]]
+        return f"{match[1]}\n{draw(entries)}\n\n{match[4]}"
 
-    return RATIOS.sub(drawn_ratios, PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page)))
+    return ENTRIES.sub(drawn_entries, PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page)))
 
 
 def table_of_ratios(groups: list[dict[str, Any]]) -> str:
@@ -110,6 +116,16 @@ def table_of_ratios(groups: list[dict[str, Any]]) -> str:
         for label, values in group["rows"].items():
             ends = [f"{end:.{2 if end < 10 else 0}f}" for end in (min(values), max(values))]
             lines.append(f"| {label} | {' to '.join(dict.fromkeys(ends))} |")
+    return "\n".join(lines)
+
+
+def table_of_inference(entries: list[dict[str, Any]]) -> str:
+    """Markdown table of the size and the speed of ViTs."""
+    lines = ["| ViT | parameters | images per second | kB as ONNX |", "|---" * 4 + "|"]
+    for entry in entries:
+        speed = f"{entry['images_per_second']:,.0f}"
+        cells = [entry["title"], f"{entry['parameters']:,}", speed, f"{entry['onnx_kb']:,}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
