@@ -32,7 +32,6 @@ from gaupipe.models import save_student
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
 from stages.export.writing import write
-from stages.phase_a import trained_vit
 
 
 def main() -> None:
@@ -84,8 +83,7 @@ def fresh_teacher(settings: Settings, folder: Path) -> TeacherJob:
     """A teacher that has learned nothing, in eval mode."""
     data = load_data(settings.data)
     if settings.phase_a.teacher == "vit":
-        training = trained_vit.check(settings, data)
-        assert isinstance(training, vit_teacher.TeacherTraining)  # it is the teacher vit
+        training = vit_teacher.build_training(settings, data)
         save_student(training.student, folder / "teacher", **data.data_config)
         return vit_teacher.build(settings, data, folder / "teacher")
     if settings.phase_a.teacher != "gaussian":

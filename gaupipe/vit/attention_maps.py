@@ -56,8 +56,11 @@ def attention_map(
             scores = scores.masked_fill(~attn_mask, -torch.inf)
         else:
             scores = scores + attn_mask
-    keyless = scores.isneginf().all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(keyless, 0.0)
+    maps = scores.softmax(-1)
+    if is_causal or attn_mask is not None:
+        keyless = scores.isneginf().all(-1, keepdim=True)
+        maps = maps.masked_fill(keyless, 0.0)
+    return maps
 
 
 class AttentionReader(TorchFunctionMode):
