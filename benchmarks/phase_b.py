@@ -141,7 +141,7 @@ def measure(
         nonlocal waited
         waited = 0.0
         shown, logits = look(teacher, images)
-        distil(StoredRows(lambda layer, _heads: shown[layer], maps.schema.grid), logits)
+        distil(StoredRows(lambda layer: shown[layer], maps.schema.grid), logits)
 
     def update(loss: torch.Tensor) -> None:
         optimizer.zero_grad()
