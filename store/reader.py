@@ -222,9 +222,10 @@ class Store:
     def _wait(self, name: str, ids: np.ndarray, future: Any) -> np.ndarray:
         """Waits for a read of these images of an array."""
         try:
-            return future.result()
+            values: np.ndarray = future.result()
         except ValueError as error:
             raise self._find_damage(name, ids, error) from None
+        return values
 
     @functools.cached_property
     def _finished(self) -> np.ndarray:

@@ -48,9 +48,10 @@ def digests_file(root: Path) -> Path:
 
 def read_digests(path: Path) -> dict[str, tuple[str, str]]:
     """{file name: (stamp, SHA-256)}; empty where the file is missing or damaged."""
+    digests: dict[str, tuple[str, str]] = {}
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_bytes())
-    return {}
+        digests = json.loads(path.read_bytes())
+    return digests
 
 
 def write_digests(path: Path, digests: dict[str, tuple[str, str]]) -> None:

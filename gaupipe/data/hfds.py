@@ -37,9 +37,10 @@ class Rows:
 
     def read(self, position: int) -> bytes:
         image = self.table[position][self.column]
-        if image["bytes"] is not None:
-            return image["bytes"]
-        return Path(image["path"]).read_bytes()
+        content: bytes | None = image["bytes"]
+        if content is None:
+            content = Path(image["path"]).read_bytes()
+        return content
 
     def place(self, position: int) -> str:
         return self.name

@@ -108,7 +108,8 @@ def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
 
     if not alpha:  # nobody reads them
         return draws
-    return betaincinv(alpha, alpha, draws)
+    shares: np.ndarray = betaincinv(alpha, alpha, draws)
+    return shares
 
 
 def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int]) -> np.ndarray:

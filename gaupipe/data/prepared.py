@@ -89,6 +89,9 @@ def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path]
     def read(path: Path) -> Tensor:
         with refusing(str(path)), path.open("rb") as file:
             image = read_rgb(file)
-        return to_tensor(image.convert("L") if grey else image)
+        if grey:
+            image = image.convert("L")
+        pixels: Tensor = to_tensor(image)
+        return pixels
 
     return read

@@ -190,7 +190,7 @@ def name_of_start(store: Any, number: int, count: int) -> str:
     mine = os.urandom(16).hex()
     if number:
         store.set(f"reported/{number}", mine)
-        start = store.get(f"answer/{mine}").decode()
+        start: str = store.get(f"answer/{mine}").decode()
         store.set(f"confirmed/{start}/{number}", "")
         return start
     waiting = set(range(1, count))
@@ -232,7 +232,8 @@ def from_main(work: Callable[[], T]) -> T:
         return work()
     values: list[Any] = [work() if is_main() else None]
     _group().broadcast_object_list(values, src=0, device="cpu")
-    return values[0]
+    value: T = values[0]
+    return value
 
 
 def main_first(work: Callable[[], T]) -> T:
@@ -303,7 +304,8 @@ def data_parallel(losses: nn.Module) -> nn.Module:
 def _is_initialized() -> bool:
     if "torch.distributed" not in sys.modules:  # a command that needs no torch does not import it
         return False
-    return _group().is_available() and _group().is_initialized()
+    initialized: bool = _group().is_available() and _group().is_initialized()
+    return initialized
 
 
 def _group() -> Any:

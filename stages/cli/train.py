@@ -148,7 +148,7 @@ def export_maps(
     repair: Annotated[bool, option("--repair", "Rewrite only what verify finds damaged.")] = False,
     shard_mb: Annotated[float, option("--shard-mb MB", "Shard, uncompressed.", min=0.001)] = 32,
     part: Annotated[
-        tuple | None,
+        tuple | None,  # type: ignore[type-arg]  # tuple[int, int] would be two words to typer
         option("--part I/N", "Only the I-th of N parts, such as 3/16.", "all", parser=parse_part),
     ] = None,
     license: Annotated[

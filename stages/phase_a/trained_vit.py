@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 from gaupipe.data.folder import say_once
 from gaupipe.data.splits import ImageData
@@ -90,7 +91,7 @@ def adopt(job: VitJob, directory: RunDirectory, resume: bool) -> list[EpochMetri
     return read_metrics(path)
 
 
-def probe_where_others_are_predicted(job: TeacherJob) -> None:
+def probe_where_others_are_predicted(job: TeacherJob[Any]) -> None:
     """Gives a teacher that does not predict the classes of the data set a linear probe, if it has
     none yet, and says how good it is; or why there is none, where phase B can do without.
     Collective. Raises UserError where phase B cannot."""
@@ -117,7 +118,7 @@ def probe_where_others_are_predicted(job: TeacherJob) -> None:
         print(line, file=sys.stderr)
 
 
-def say_what_students_lack(job: TeacherJob) -> None:
+def say_what_students_lack(job: TeacherJob[Any]) -> None:
     """Says of a teacher with parts that its student has not that its maps may not help."""
     if isinstance(job.teacher, VitTeacher) and distributed.is_main():
         parts = parts_of_teachers(job.teacher.model)

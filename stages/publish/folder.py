@@ -83,7 +83,8 @@ def published_settings(student: TrainedStudent) -> Settings:
         "device": Settings().device,
         "log": Settings().log,
     }
-    return without_folders(settings.model_copy(update=changes))
+    published: Settings = without_folders(settings.model_copy(update=changes))
+    return published
 
 
 def without_folders(value: Any) -> Any:
