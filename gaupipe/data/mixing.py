@@ -81,7 +81,8 @@ def mix(
         return images, None
     pairing = uniforms(seed, epoch, image_ids, 1, PAIRING)[:, 0]
     partner = np.empty(len(image_ids), dtype=np.int64)
-    for part in np.split(np.arange(len(image_ids)), np.cumsum(parts)[:-1].astype(np.int64)):
+    ends = np.cumsum(parts).astype(np.int64)  # of no parts float64
+    for part in np.split(np.arange(len(image_ids)), ends[:-1]):
         # by the draws, and equal ones by id: the places in the batch play no part
         order = part[np.lexsort((np.asarray(image_ids)[part], pairing[part]))]
         partner[order] = np.roll(order, -1)

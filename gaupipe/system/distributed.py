@@ -140,7 +140,8 @@ class Watch(threading.Thread):
     def end_all(self, line: str, code: int) -> NoReturn:
         """Ends all ranks with an exit code, because this one has failed. Rank 0 says the ``line``
         of the rank that failed first, or its own if it has failed too."""
-        mine = first = json.dumps([self.number, line, code])
+        mine = json.dumps([self.number, line, code])
+        first = mine
         with contextlib.suppress(Exception):  # rank 0 has gone
             first = self.store.compare_set("failure", "", mine)
         self._end(mine if self.number == 0 else first)
@@ -197,7 +198,8 @@ def name_of_start(store: Any, number: int, count: int) -> str:
     while waiting:
         for other in [*waiting]:
             if store.check([f"reported/{other}"]):
-                store.set(f"answer/{store.get(f'reported/{other}').decode()}", mine)
+                reported = store.get(f"reported/{other}").decode()
+                store.set(f"answer/{reported}", mine)
             if store.check([f"confirmed/{mine}/{other}"]):
                 waiting.remove(other)
         time.sleep(0.01)
@@ -245,7 +247,10 @@ def main_first(work: Callable[[], T]) -> T:
     """
     if world_size() == 1:
         return work()
-    made, mistake = _attempt(work) if is_main() else (None, None)
+    made: T | None = None
+    mistake: str | None = None
+    if is_main():
+        made, mistake = _attempt(work)
     mistake = from_main(lambda: mistake)
     if mistake is None and not is_main():
         made, mistake = _attempt(work)

@@ -174,7 +174,9 @@ def export_maps(
         with begins(f"export: the teacher of {run_dir}"):
             from stages import export as stage
 
-        place = stage.Place(str(RunDirectory(run_dir).maps) if out is None else out, **how)
+        if out is None:
+            out = str(RunDirectory(run_dir).maps)
+        place = stage.Place(out, **how)
         asked |= {"views": views}
         request = stage.ExportRequest(run_dir, place, asked, teacher, overrides or [], download)
         url = stage.run(request)

@@ -46,7 +46,8 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
     job = build(settings, data)
     if students:
         warm = settings.phase_b.warm_start != "none"
-        check_student(settings, data, job.teacher, job.teacher.weights() if warm else {})
+        weights = job.teacher.weights() if warm else {}
+        check_student(settings, data, job.teacher, weights)
         if settings.phase_b.alpha and not job.teacher.predicts:
             check_probe(data)
     return job
@@ -132,7 +133,8 @@ def say_what_students_lack(job: TeacherJob[Any]) -> None:
 
 def say_own_head(job: VitJob, accuracy: float) -> None:
     """Says how good the teacher's own predictions are, and how its classes were matched."""
-    names = (getattr(job.teacher.model, "pretrained_cfg", None) or {}).get("label_names")
+    config = getattr(job.teacher.model, "pretrained_cfg", None) or {}
+    names = config.get("label_names")
     how = "by name" if names and job.data.class_names else "by number"
     if distributed.is_main():
         print(
