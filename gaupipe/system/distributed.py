@@ -90,6 +90,7 @@ def process_group() -> Iterator[Watch | None]:
 
     backend = "gloo"  # for numbers on the CPU: decisions, counts, and models without a GPU
     if torch.cuda.is_available():
+        # a rank without a GPU of its own is refused by select_device, which says why
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     store, number, count = next(rendezvous("env://"))
@@ -147,7 +148,7 @@ class Watch(threading.Thread):
         self._end(mine if self.number == 0 else first)
 
     def _end(self, failure: str | bytes) -> NoReturn:
-        self._ends.acquire()
+        self._ends.acquire()  # never released: the other thread has nothing to add
         number, line, code = json.loads(failure)
         if number:
             line = f"rank {number}: {line}"
@@ -165,7 +166,7 @@ class Watch(threading.Thread):
                     say(line)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # sys.exit ends one thread: the main one may wait in an exchange
 
     def _wait_until_heard(self) -> None:
         """Rank 0 may hold the store, which the others still read."""
@@ -223,7 +224,7 @@ def all_gather_dict(entries: dict[K, T]) -> dict[K, T]:
 def all_reduce_sum(values: Tensor) -> Tensor:
     """The sum of ``values``, of any shape and one dtype, over all ranks."""
     if world_size() > 1:
-        values = values.clone()
+        values = values.clone()  # the sum is written in place
         _group().all_reduce(values)
     return values
 
@@ -233,6 +234,7 @@ def from_main(work: Callable[[], T]) -> T:
     if world_size() == 1:
         return work()
     values: list[Any] = [work() if is_main() else None]
+    # on the CPU: torch could send the pickled object by way of a GPU
     _group().broadcast_object_list(values, src=0, device="cpu")
     value: T = values[0]
     return value
@@ -251,7 +253,7 @@ def main_first(work: Callable[[], T]) -> T:
     mistake: str | None = None
     if is_main():
         made, mistake = _attempt(work)
-    mistake = from_main(lambda: mistake)
+    mistake = from_main(lambda: mistake)  # where the others wait until rank 0 is done
     if mistake is None and not is_main():
         made, mistake = _attempt(work)
     for number, said in enumerate(all_gather_object(mistake)):
