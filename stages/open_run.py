@@ -131,7 +131,9 @@ class Run:
 def checked(ids: Iterable[int], count: int, what: str) -> np.ndarray:
     """Ids as int64 [B]. Raises UserError, naming ``what`` they are ids of, unless they are whole
     numbers from 0 to ``count`` - 1."""
-    numbers = np.asarray(ids if hasattr(ids, "__array__") else [*ids])
+    if not hasattr(ids, "__array__"):
+        ids = [*ids]  # of a set or a generator numpy would make one object
+    numbers = np.asarray(ids)
     is_whole = numbers.ndim == 1 and numbers.dtype.kind in "iu"
     if not (is_whole and len(numbers) and numbers.min() >= 0 and numbers.max() < count):
         right = f"should be one or more whole numbers from 0 to {count - 1}"

@@ -227,7 +227,9 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
     """Stands in for a data set of ``classes``: random images for a few steps, and one more for
     validation."""
     model = get_pretrained_cfg(settings.model.name) if is_model(settings.model.name) else None
-    size = settings.data.image_size or (model.input_size[-1] if model else 224)
+    size = settings.data.image_size
+    if size is None:
+        size = model.input_size[-1] if model else 224
     count = min(images, 8 * settings.data.batch_size) + 1
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (count, 3, size, size), dtype=np.uint8)

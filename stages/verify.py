@@ -89,7 +89,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     return differences
 
 
-def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
+def load_teacher(url: str, run_dir: Path | None) -> TeacherJob[Any]:
     """Loads the teacher of a store: the run's, or a trained ViT that the export was given."""
     schema = store.open(url).schema
     notes = StoreNotes.of(schema)
@@ -172,7 +172,8 @@ def are_close(stored: np.ndarray, teachers: np.ndarray, encoding: str | None) ->
     stored = stored.astype(np.float32)
     teachers = teachers.astype(np.float32)
     if encoding != "uint8":
-        return np.isclose(stored, teachers, rtol=2**-8, atol=2**-10)
+        close: np.ndarray = np.isclose(stored, teachers, rtol=2**-8, atol=2**-10)
+        return close
     mean = np.isclose(stored[..., :2], teachers[..., :2], rtol=2**-8, atol=MEAN_STEP)
     one_code = np.expm1(LOG_STD_STEP) + 2**-8
     std = np.isclose(stored[..., 2:], teachers[..., 2:], rtol=one_code, atol=0)

@@ -106,7 +106,7 @@ class Weights(Numbers):
 
     def _codes_of(self, values: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore"):
-            roots = np.sqrt(values, dtype=np.float32)
+            roots: np.ndarray = np.sqrt(values, dtype=np.float32)
         # whatever is wrong with a number makes this comparison fail: a negative one's root is NaN
         if not roots.max(initial=0) <= math.sqrt(LARGEST_WEIGHT):
             _refuse(np.isnan(values), _NAN)

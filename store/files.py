@@ -146,7 +146,8 @@ class Files:
             "recheck_cached_metadata": False,
         }
         context = ts.Context({**self._context, "cache_pool": {"total_bytes_limit": cache_bytes}})
-        return self.wait(ts.open(spec, open=True, context=context))
+        array: ts.TensorStore = self.wait(ts.open(spec, open=True, context=context))
+        return array
 
     def _flush_folders(self, top: Path, keys: Iterable[str]) -> None:
         """tensorstore flushes a file and the entry in its folder; the folders above may be new

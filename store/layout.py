@@ -255,7 +255,8 @@ def _shared_axes(name: str, dimensions: int) -> list[str]:
 
 def read_metadata(files: Files, manifest: Manifest, name: str) -> dict[str, Any]:
     """The zarr.json of one array. Raises DamagedStore when any bit of it has changed."""
-    return json.loads(read_checked(files, manifest, f"{name}/{ROOT}"))
+    metadata: dict[str, Any] = json.loads(read_checked(files, manifest, f"{name}/{ROOT}"))
+    return metadata
 
 
 def read_decoder(files: Files, manifest: Manifest) -> dict[str, np.ndarray]:

@@ -49,6 +49,7 @@ class Manifest:
     """None once the store is complete."""
 
     def to_file(self) -> bytes:
+        # sorted, as from_file compares bytes, and processes finish shards in any order
         shards = {str(index): _to_json(self.shards[index]) for index in sorted(self.shards)}
         attributes: dict[str, Any] = {"metadata": self.metadata, "shards": shards}
         if self.writing is not None:
@@ -107,7 +108,7 @@ def read_entries(files: Files) -> dict[str, Shards]:
     for key, data in files.read_all(files.list(FINISHED)).items():
         writing, _, index = key.removeprefix(FINISHED).partition("-")
         try:
-            entry = _from_json(json.loads(data or b""))
+            entry = _from_json(json.loads(data or b""))  # None: deleted since it was listed
             shards.setdefault(writing, {})[int(index)] = entry
         except (ValueError, TypeError, AttributeError, RecursionError):
             continue
@@ -140,6 +141,7 @@ def group_file(attributes: dict[str, Any], nodes: dict[str, Any] | None = None) 
     if nodes is not None:
         inline = {"kind": "inline", "must_understand": False, "metadata": nodes}
         group["consolidated_metadata"] = inline
+    # Python would write NaN, which is no JSON: other readers of zarr refuse it
     return json.dumps(group, indent=2, allow_nan=False).encode()
 
 

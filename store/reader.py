@@ -80,7 +80,7 @@ class Store:
         self._files = files
         self._layout = layout
         self._manifest = manifest
-        for name in layout.names:
+        for name in layout.names:  # tensorstore would read by a zarr.json that was edited
             read_metadata(files, manifest, name)
         shards = len(manifest.shards)
         if layout.complete and shards != layout.num_shards:
@@ -112,7 +112,9 @@ class Store:
         """
         ids = self._check_ids(image_ids)
         names = self._check_names(names)
+        # one chunk holds a column of a whole shard, too much to decode again for each batch
         self._preload(filter(self._layout.is_column, names))
+        # all begin before one is waited for
         reads = {
             name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
         }
@@ -169,7 +171,7 @@ class Store:
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()
-            finally:
+            finally:  # a caller that stops early waits for no read but the one that runs
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def decoder(self) -> dict[str, np.ndarray]:
@@ -185,6 +187,7 @@ class Store:
         """Returns the ids as int64 [n]. Raises StoreError for ids that are not stored."""
         refuse_after_fork()
         ids = np.asarray(image_ids)
+        # an empty list is float64 to numpy
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
             raise StoreError(
                 f"image ids must be a list of whole numbers, not {ids.dtype} of shape {ids.shape}"
@@ -222,9 +225,10 @@ class Store:
     def _wait(self, name: str, ids: np.ndarray, future: Any) -> np.ndarray:
         """Waits for a read of these images of an array."""
         try:
-            return future.result()
+            values: np.ndarray = future.result()
         except ValueError as error:
             raise self._find_damage(name, ids, error) from None
+        return values
 
     @functools.cached_property
     def _finished(self) -> np.ndarray:
@@ -239,6 +243,7 @@ class Store:
         if not len(stored):
             return
         fill = self.schema.fill_value(name)
+        # one number tells: a chunk has all numbers of an image, or none
         first = stored.reshape(len(stored), -1)[:, 0]
         absent = first == fill
         if np.isnan(fill):

@@ -96,6 +96,7 @@ class Augment:
                 images = mirrored(images, flips)
             # a shift is in pixels of the view, which may be an enlarged part of the image
             offset = offset + scale * (2 * shifts * ratio / np.array([width, height]))
+            # a mirrored view runs against the x axis of its image
             scale = scale * np.stack([np.where(flips, -1, 1), np.ones(count)], axis=-1)
         if settings.randaugment:
             images = self._randaugment(settings.randaugment, images, image_ids, epoch)
@@ -168,7 +169,7 @@ class Augment:
         numbers = np.floor(draws[:, ::2] * len(names)).astype(np.int64)
         signed = np.array([name not in UNSIGNED for name in names])[numbers]
         signs = np.where(signed & (draws[:, 1::2] < 0.5), -1, 1)
-        images = images.clone()
+        images = images.clone()  # groups of images are replaced below, and the caller keeps its own
         strength = settings.magnitude / 30
         for step in range(settings.ops):
             choices = np.stack([numbers[:, step], signs[:, step]], axis=1)  # [B, 2]
@@ -185,6 +186,7 @@ class Augment:
         if self.size is not None:
             size = (self.size, self.size)
         boxes, fits = _boxes(draws[:, 4:], size, (0.02, 1 / 3), (0.3, 10 / 3))
+        # a box without extent erases nothing, so that the whole batch takes one path
         boxes[~(fits & (draws[:, 0] < self.settings.erasing))] = 0
         boxes = np.rint(boxes * (images.shape[-1] / size[1])).astype(np.int64)
         colours = np.floor(draws[:, 1 : 1 + images.shape[1]] * 256).astype(np.uint8)
@@ -244,6 +246,7 @@ def middle_square(height: int, width: int, size: int) -> tuple[np.ndarray, np.nd
     resized to ``size`` and the middle of the longer side is kept: (left, top) and (width, height)
     in pixels of the image, float64 [2] each."""
     pixels = np.array([width, height], dtype=np.float64)
+    # torchvision cuts the longer side off to whole pixels, and rounds the margin
     resized = np.array([size * side // min(height, width) for side in (width, height)])
     start = np.array([round((side - size) / 2) for side in resized.tolist()])
     return start * pixels / resized, size * pixels / resized
@@ -308,7 +311,8 @@ def shifted(images: Tensor, shifts: np.ndarray) -> Tensor:
     x, y = torch.from_numpy(shifts + margin).to(images.device).unbind(-1)
     # every part of a padded image that is as large as the image, without a copy
     parts = F.pad(images, [margin]).unfold(2, height, 1).unfold(3, width, 1)
-    return parts[torch.arange(len(images), device=images.device), :, y, x]
+    views: Tensor = parts[torch.arange(len(images), device=images.device), :, y, x]
+    return views
 
 
 def mirrored(images: Tensor, flips: np.ndarray) -> Tensor:
@@ -326,6 +330,7 @@ def _boxes(
     height, width = size
     draws = draws.reshape(len(draws), -1, 4)
     areas = height * width * (area[0] + draws[..., 0] * (area[1] - area[0]))
+    # by the logarithm, so that boxes twice as wide are as frequent as boxes twice as high
     ratios = np.exp(math.log(ratio[0]) + draws[..., 1] * math.log(ratio[1] / ratio[0]))
     w = np.rint(np.sqrt(areas * ratios))
     h = np.rint(np.sqrt(areas / ratios))

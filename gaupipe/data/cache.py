@@ -36,21 +36,23 @@ def cache_folder() -> Path:
         return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gaupipe"
-    except RuntimeError:
+    except RuntimeError:  # without a home nothing is kept: there is no folder below a device
         return Path(os.devnull) / "gaupipe"
 
 
 def digests_file(root: Path) -> Path:
     """The cache of the digests of the files under one folder."""
+    # of the whole path: two data sets may both end in images/
     name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]
     return cache_folder() / "digests" / name
 
 
 def read_digests(path: Path) -> dict[str, tuple[str, str]]:
     """{file name: (stamp, SHA-256)}; empty where the file is missing or damaged."""
+    digests: dict[str, tuple[str, str]] = {}
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_bytes())
-    return {}
+        digests = json.loads(path.read_bytes())
+    return digests
 
 
 def write_digests(path: Path, digests: dict[str, tuple[str, str]]) -> None:
@@ -106,6 +108,7 @@ class ImageCache:
             lock.parent.mkdir(parents=True, exist_ok=True)
             lock.touch()
             with alone_in(lock):
+                # while this one waited, another may have made the file, or filled the disk
                 if not self.open() and self.fits():
                     self._make(image_of)
         except OSError as error:
@@ -115,7 +118,7 @@ class ImageCache:
                 "another folder",
                 file=sys.stderr,
             )
-            self.enabled = False
+            self.enabled = False  # else each epoch would try, and say so, again
 
     def _make(self, image_of: Callable[[int], Tensor]) -> None:
         for partial in self.path.parent.glob(f"{partial_prefix(self.path)}*"):  # of killed ones
@@ -131,6 +134,7 @@ class ImageCache:
             ):
                 # written, not mapped: on a full disk that would end the process
                 np.lib.format.write_array_header_1_0(file, header)
+                # in parts, as the pool would decode all images ahead of the disk, into memory
                 for numbers in np.array_split(np.arange(count), -(-count // 128)):
                     for image in pool.map(image_of, numbers.tolist()):
                         file.write(image.contiguous().numpy().tobytes())
@@ -151,7 +155,8 @@ class ImageCache:
 def _remove_unused(folder: Path) -> None:
     """Removes images that no process opened for long, and unfinished ones of killed processes."""
     for path in folder.iterdir():
-        days = 1 if ".partial-" in path.name else UNUSED_DAYS
+        days = 1 if ".partial-" in path.name else UNUSED_DAYS  # a younger one may be at work
         with contextlib.suppress(OSError):
+            # a lock stays: who waits for the removed file and who makes a new one would both go on
             if path.suffix != ".lock" and time.time() - path.stat().st_mtime > days * 86400:
                 path.unlink()

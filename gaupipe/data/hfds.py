@@ -37,9 +37,10 @@ class Rows:
 
     def read(self, position: int) -> bytes:
         image = self.table[position][self.column]
-        if image["bytes"] is not None:
-            return image["bytes"]
-        return Path(image["path"]).read_bytes()
+        content: bytes | None = image["bytes"]
+        if content is None:
+            content = Path(image["path"]).read_bytes()
+        return content
 
     def place(self, position: int) -> str:
         return self.name
@@ -92,7 +93,8 @@ def _tables(settings: DataSettings, download: bool) -> dict[str, Dataset]:
         elif folder.is_dir():
             loaded = datasets.load_dataset(str(folder.resolve()))
         else:
-            loaded = datasets.load_dataset(name, cache_dir=settings.root and str(settings.root))
+            cache_dir = None if settings.root is None else str(settings.root)
+            loaded = datasets.load_dataset(name, cache_dir=cache_dir)
     except Exception as error:  # whatever its readers of many formats raise
         raise UserError(
             f"data.name: {settings.name} cannot be read ({one_line(error)}); it should be a folder "

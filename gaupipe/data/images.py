@@ -293,7 +293,8 @@ class FileImages(Dataset[Any]):
         with refusing(self.path(position)):
             interpolation = InterpolationMode(self.interpolation)
             resized = F.resize_image(image, [self.size], interpolation, antialias=True)
-            return F.center_crop_image(resized, [self.size, self.size])
+            cropped: Tensor = F.center_crop_image(resized, [self.size, self.size])
+        return cropped
 
     @cached_property
     def contents(self) -> np.ndarray:

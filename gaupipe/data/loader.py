@@ -90,14 +90,16 @@ def fetch(source: Source, request: BatchRequest) -> Loaded:
         if len(distinct) == len(positions):
             images, _ = source.__getitems__(positions.tolist())
         else:
-            images = source.__getitems__(distinct.tolist())[0][torch.from_numpy(numbers)]
+            decoded, _ = source.__getitems__(distinct.tolist())
+            images = decoded[torch.from_numpy(numbers)]
         return Loaded(images, labels, torch.from_numpy(ids))
     pixels = decoded_once(source, positions)
     if draws_full_size(augment, source):
         images, places = augment.crops(pixels, ids, epochs, source.size)
     else:
-        how = source.size, source.interpolation
-        images, places = augment.crops_of_squares(pixels, ids, epochs, *how)
+        images, places = augment.crops_of_squares(
+            pixels, ids, epochs, source.size, source.interpolation
+        )
     return Loaded(images, labels, torch.from_numpy(ids), places)
 
 

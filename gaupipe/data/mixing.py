@@ -81,7 +81,8 @@ def mix(
         return images, None
     pairing = uniforms(seed, epoch, image_ids, 1, PAIRING)[:, 0]
     partner = np.empty(len(image_ids), dtype=np.int64)
-    for part in np.split(np.arange(len(image_ids)), np.cumsum(parts)[:-1].astype(np.int64)):
+    ends = np.cumsum(parts).astype(np.int64)  # of no parts float64
+    for part in np.split(np.arange(len(image_ids)), ends[:-1]):
         # by the draws, and equal ones by id: the places in the batch play no part
         order = part[np.lexsort((np.asarray(image_ids)[part], pairing[part]))]
         partner[order] = np.roll(order, -1)
@@ -108,7 +109,8 @@ def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
 
     if not alpha:  # nobody reads them
         return draws
-    return betaincinv(alpha, alpha, draws)
+    shares: np.ndarray = betaincinv(alpha, alpha, draws)
+    return shares
 
 
 def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int]) -> np.ndarray:

@@ -18,7 +18,8 @@ def _enhanced(adjust: Callable[[Tensor, float], Tensor]) -> Operation:
 
 def _affine(images: Tensor, **changes: Any) -> Tensor:
     unchanged = {"angle": 0.0, "translate": [0, 0], "scale": 1.0, "shear": [0.0, 0.0]}
-    return F.affine(images, **(unchanged | changes))
+    views: Tensor = F.affine(images, **(unchanged | changes))
+    return views
 
 
 def _sheared(images: Tensor, x: float, y: float) -> Tensor:

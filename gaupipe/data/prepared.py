@@ -48,13 +48,15 @@ class PreparedImages(FileImages):
         the part may be larger than the image."""
         size = self.transform["input_size"][-1]
         larger = math.floor(size / self.transform.get("crop_pct", 1.0))
-        resized = {
-            "center": larger / min(width, height),
-            "border": larger / max(width, height),
-        }
-        scale = resized.get(self.transform.get("crop_mode", "center"))
-        across = size / (larger if scale is None else width * scale) / 2
-        down = size / (larger if scale is None else height * scale) / 2
+        mode = self.transform.get("crop_mode", "center")
+        resized_width: float = larger  # as with the mode squash, which keeps no ratio of the sides
+        resized_height: float = larger
+        if mode in ("center", "border"):
+            side = min(width, height) if mode == "center" else max(width, height)
+            resized_width = width * (larger / side)
+            resized_height = height * (larger / side)
+        across = size / resized_width / 2
+        down = size / resized_height / 2
         return 0.5 - across, 0.5 - down, 0.5 + across, 0.5 + down
 
     def _square(self, position: int) -> Tensor:
@@ -89,6 +91,9 @@ def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path]
     def read(path: Path) -> Tensor:
         with refusing(str(path)), path.open("rb") as file:
             image = read_rgb(file)
-        return to_tensor(image.convert("L") if grey else image)
+        if grey:
+            image = image.convert("L")
+        pixels: Tensor = to_tensor(image)
+        return pixels
 
     return read

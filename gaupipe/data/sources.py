@@ -250,5 +250,7 @@ def _files(data_set: Any) -> list[tuple[str, int]]:
         folders = [os.path.join(data_set.root, name) for name in data_set.all_categories]
         return sorted((os.path.join(folders[label], name), label) for label, name in data_set.index)
     if hasattr(data_set, "samples"):
-        return data_set.samples
-    return data_set.imgs
+        files: list[tuple[str, int]] = data_set.samples
+    else:
+        files = data_set.imgs
+    return files

@@ -44,7 +44,8 @@ class Split:
     @property
     def labels(self) -> np.ndarray:
         """Labels [N] int64 in the order of the image ids."""
-        return self.source.labels[self.positions]
+        labels: np.ndarray = self.source.labels[self.positions]
+        return labels
 
     def evenly_spaced(self, count: int) -> np.ndarray:
         """``count`` image ids from the first to the last, int64; all of them where there are
@@ -56,7 +57,8 @@ class Split:
         source where the images are in no files."""
         if isinstance(self.source, FileImages):
             return [self.source.names[position] for position in self.positions]
-        return self.positions.tolist()
+        positions: list[int] = self.positions.tolist()
+        return positions
 
     def path(self, image_id: int) -> str:
         """The path of an image's file; the image id where the images are in no files."""

@@ -72,7 +72,8 @@ def find_archives(root: Path) -> tuple[Archive, ...]:
     for path in sorted(root.glob("[!.]*.tar")):
         words = re.findall("[A-Za-z]+", path.stem)
         splits[path] = next(filter(None, map(split_of, words)), None)
-    for folder in folders_in(root) if root.is_dir() else []:
+    folders = folders_in(root) if root.is_dir() else []
+    for folder in folders:
         inside = sorted(folder.glob("[!.]*.tar"))
         if split_of(folder.name) is None or not inside:
             return ()  # a folder of a class

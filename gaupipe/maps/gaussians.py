@@ -77,7 +77,8 @@ def sample(gaussians: Tensor, noise: Tensor) -> Tensor:
     """One point (x, y) [..., 2] from each Gaussian [..., 4] (*eq. 5*); ``noise`` [..., 2] is
     standard normal."""
     mean, std = gaussians.split(2, dim=-1)
-    return mean + std * noise
+    point: Tensor = mean + std * noise
+    return point
 
 
 def point_axes(points: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -245,8 +246,8 @@ def move(
     # float64 passes untouched through TF32, which would round to three digits
     stored = gaussians.double().reshape(len(gaussians), -1, *gaussians.shape[-2:])
     rows = stored.transpose(1, 2).flatten(2).unsqueeze(1)  # [B or 1, 1, T, M * 4]
-    taken = interpolate_queries(rows, geometry, grid, new_grid).squeeze(1).unflatten(2, (-1, 4))
-    taken = taken.transpose(1, 2).float()  # [B, M, T', 4]
+    queries = interpolate_queries(rows, geometry, grid, new_grid).squeeze(1).unflatten(2, (-1, 4))
+    taken: Tensor = queries.transpose(1, 2).float()  # [B, M, T', 4]
     ratio = _stretch_ratio(grid, new_grid)
     taken = taken * taken.new_tensor([*ratio, *ratio])
     if geometry is not None:

@@ -21,9 +21,11 @@ def choose_precision(asked: str, device: torch.device, width: int) -> str:
         return asked
     if device.type == "cuda":
         multiplies = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
+    elif device.type == "cpu":
         known = torch.cpu.get_capabilities()
-        multiplies = device.type == "cpu" and (known.get("avx512_bf16") or known.get("amx_bf16"))
+        multiplies = known.get("avx512_bf16") or known.get("amx_bf16")
+    else:
+        multiplies = False
     return "bfloat16" if multiplies and width >= WIDE else "float32"
 
 
@@ -45,6 +47,6 @@ def select_device(name: str, threads: int | None = None) -> torch.device:
         device = torch.device(name)
         torch.ones(1, device=device).add_(1).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"device: {name!r} cannot be used: {reason}") from None
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise UserError(f"device: {name!r} cannot be used: {lines[0]}") from None
     return device

@@ -25,7 +25,8 @@ def check(path: Path) -> None:
     """Raises ValueError or BadZipFile for a file of ``torch.save`` of which a bit has changed: it
     is a zip archive with a CRC-32 of each tensor, which torch does not compare."""
     with zipfile.ZipFile(path) as archive:
-        if (damaged := archive.testzip()) is not None:
+        damaged = archive.testzip()
+        if damaged is not None:
             raise ValueError(f"the checksum of {damaged} differs")
 
 

@@ -90,6 +90,7 @@ def process_group() -> Iterator[Watch | None]:
 
     backend = "gloo"  # for numbers on the CPU: decisions, counts, and models without a GPU
     if torch.cuda.is_available():
+        # a rank without a GPU of its own is refused by select_device, which says why
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     store, number, count = next(rendezvous("env://"))
@@ -140,13 +141,14 @@ class Watch(threading.Thread):
     def end_all(self, line: str, code: int) -> NoReturn:
         """Ends all ranks with an exit code, because this one has failed. Rank 0 says the ``line``
         of the rank that failed first, or its own if it has failed too."""
-        mine = first = json.dumps([self.number, line, code])
+        mine = json.dumps([self.number, line, code])
+        first = mine
         with contextlib.suppress(Exception):  # rank 0 has gone
             first = self.store.compare_set("failure", "", mine)
         self._end(mine if self.number == 0 else first)
 
     def _end(self, failure: str | bytes) -> NoReturn:
-        self._ends.acquire()
+        self._ends.acquire()  # never released: the other thread has nothing to add
         number, line, code = json.loads(failure)
         if number:
             line = f"rank {number}: {line}"
@@ -164,7 +166,7 @@ class Watch(threading.Thread):
                     say(line)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # sys.exit ends one thread: the main one may wait in an exchange
 
     def _wait_until_heard(self) -> None:
         """Rank 0 may hold the store, which the others still read."""
@@ -190,14 +192,15 @@ def name_of_start(store: Any, number: int, count: int) -> str:
     mine = os.urandom(16).hex()
     if number:
         store.set(f"reported/{number}", mine)
-        start = store.get(f"answer/{mine}").decode()
+        start: str = store.get(f"answer/{mine}").decode()
         store.set(f"confirmed/{start}/{number}", "")
         return start
     waiting = set(range(1, count))
     while waiting:
         for other in [*waiting]:
             if store.check([f"reported/{other}"]):
-                store.set(f"answer/{store.get(f'reported/{other}').decode()}", mine)
+                reported = store.get(f"reported/{other}").decode()
+                store.set(f"answer/{reported}", mine)
             if store.check([f"confirmed/{mine}/{other}"]):
                 waiting.remove(other)
         time.sleep(0.01)
@@ -221,7 +224,7 @@ def all_gather_dict(entries: dict[K, T]) -> dict[K, T]:
 def all_reduce_sum(values: Tensor) -> Tensor:
     """The sum of ``values``, of any shape and one dtype, over all ranks."""
     if world_size() > 1:
-        values = values.clone()
+        values = values.clone()  # the sum is written in place
         _group().all_reduce(values)
     return values
 
@@ -231,8 +234,10 @@ def from_main(work: Callable[[], T]) -> T:
     if world_size() == 1:
         return work()
     values: list[Any] = [work() if is_main() else None]
+    # on the CPU: torch could send the pickled object by way of a GPU
     _group().broadcast_object_list(values, src=0, device="cpu")
-    return values[0]
+    value: T = values[0]
+    return value
 
 
 def main_first(work: Callable[[], T]) -> T:
@@ -244,8 +249,11 @@ def main_first(work: Callable[[], T]) -> T:
     """
     if world_size() == 1:
         return work()
-    made, mistake = _attempt(work) if is_main() else (None, None)
-    mistake = from_main(lambda: mistake)
+    made: T | None = None
+    mistake: str | None = None
+    if is_main():
+        made, mistake = _attempt(work)
+    mistake = from_main(lambda: mistake)  # where the others wait until rank 0 is done
     if mistake is None and not is_main():
         made, mistake = _attempt(work)
     for number, said in enumerate(all_gather_object(mistake)):
@@ -303,7 +311,8 @@ def data_parallel(losses: nn.Module) -> nn.Module:
 def _is_initialized() -> bool:
     if "torch.distributed" not in sys.modules:  # a command that needs no torch does not import it
         return False
-    return _group().is_available() and _group().is_initialized()
+    initialized: bool = _group().is_available() and _group().is_initialized()
+    return initialized
 
 
 def _group() -> Any:

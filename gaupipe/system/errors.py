@@ -35,9 +35,12 @@ def mistake_of(error: BaseException) -> str | None:
     if isinstance(error, OSError) and (error.filename or error.errno is not None):
         return f"{error.filename or 'the disk'}: {error.strerror}"
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
-        said = " ".join(str(error).split())[:200]  # Python's own error says nothing
+        reason = "out of memory"
+        said = " ".join(str(error).split())[:200]
+        if said:  # Python's own error says nothing
+            reason += f" ({said})"
         return (
-            f"out of memory{f' ({said})' if said else ''}: lower data.batch_size "
-            "or take a smaller model; 'gaupipe plan' says what is needed"
+            f"{reason}: lower data.batch_size or take a smaller model; 'gaupipe plan' says what is "
+            "needed"
         )
     return None

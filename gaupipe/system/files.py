@@ -138,7 +138,9 @@ def alone_in(folder: Path, busy: str = "", shared: bool = False) -> Iterator[boo
         alone = False
         try:  # a killed process no longer holds it
             kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            fcntl.flock(descriptor, kind | (fcntl.LOCK_NB if busy else 0))
+            if busy:
+                kind |= fcntl.LOCK_NB
+            fcntl.flock(descriptor, kind)
             alone = True
         except BlockingIOError:
             raise UserError(f"{folder}: {busy}") from None

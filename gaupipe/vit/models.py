@@ -149,7 +149,7 @@ class GauViT(VisionTransformer):
         """Names of the Gaussians that its attentions have learned for their tokens."""
         return {name for name, _ in self.named_parameters() if name.endswith(".attn.prior")}
 
-    @torch.jit.ignore
+    @torch.jit.ignore  # type: ignore[untyped-decorator]  # torch declares no types for it
     def no_weight_decay(self) -> set[str]:
         """As timm's; and the priors, which would decay towards the middle of the grid."""
         return {*super().no_weight_decay(), *self.priors()}

@@ -195,12 +195,13 @@ def verify(
     for problem in problems:
         print(problem)
     if problems:
-        print(
-            f"gaupipe: {maps}: {len(problems)} problem{'s' if len(problems) > 1 else ''}",
-            file=sys.stderr,
-        )
+        noun = "problems" if len(problems) > 1 else "problem"
+        print(f"gaupipe: {maps}: {len(problems)} {noun}", file=sys.stderr)
         raise typer.Exit(1)
-    print(f"{maps}: complete and intact" + (", as the teacher says" if teacher else ""))
+    line = f"{maps}: complete and intact"
+    if teacher:
+        line += ", as the teacher says"
+    print(line)
 
 
 @command("Measure")

@@ -15,7 +15,7 @@ def untyped(kind: Any) -> Any:
 
     class Untyped(kind):
         def get_params(self, context: Any) -> list[Any]:
-            params = super().get_params(context)
+            params: list[Any] = super().get_params(context)
             for param in params:
                 if getattr(param, "is_flag", param.param_type_name == "argument"):
                     param.display_type_rich = lambda ctx: None

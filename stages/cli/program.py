@@ -52,8 +52,9 @@ def main() -> None:
                 say("interrupted")
         end(code)
     except UsageError as error:
-        shown = f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)"
-        fail(f"{error.format_message().replace('Value error, ', '')} {shown}", watch)
+        command = error.ctx.command_path if error.ctx else "gaupipe"
+        message = error.format_message().replace("Value error, ", "")
+        fail(f"{message} ({command} -h shows how)", watch)
     except Stopped as stopped:
         say(how_far(stopped, here.world_size > 1), again())
         end(128 + stopped.number)

@@ -83,8 +83,12 @@ def with_model(
 ) -> list[str]:
     """An option that names a model and --download as settings."""
     check_model(name)
-    named = [] if name is None else [f"{setting}={json.dumps(name)}"]
-    return [*(overrides or []), *named, *(["download=true"] if download else [])]
+    together = list(overrides or [])
+    if name is not None:
+        together.append(f"{setting}={json.dumps(name)}")
+    if download:
+        together.append("download=true")
+    return together
 
 
 def names_of_settings(overrides: list[str]) -> list[str]:
@@ -102,8 +106,9 @@ def with_options(
 ) -> list[str]:
     """The options by which a training is told most as settings, those of its ``section``. Raises
     UserError where --set says the same."""
+    setting_of_epochs = "phase_a.max_epochs" if section == "phase_a" else "train.epochs"
     options = {
-        "--epochs": ("phase_a.max_epochs" if section == "phase_a" else "train.epochs", epochs),
+        "--epochs": (setting_of_epochs, epochs),
         "--lr": (f"{section}.optim.lr", lr),
         "--batch-size": ("data.batch_size", batch_size),
         "--seed": ("seed", seed),

@@ -148,7 +148,7 @@ def export_maps(
     repair: Annotated[bool, option("--repair", "Rewrite only what verify finds damaged.")] = False,
     shard_mb: Annotated[float, option("--shard-mb MB", "Shard, uncompressed.", min=0.001)] = 32,
     part: Annotated[
-        tuple | None,
+        tuple | None,  # type: ignore[type-arg]  # tuple[int, int] would be two words to typer
         option("--part I/N", "Only the I-th of N parts, such as 3/16.", "all", parser=parse_part),
     ] = None,
     license: Annotated[
@@ -174,7 +174,9 @@ def export_maps(
         with begins(f"export: the teacher of {run_dir}"):
             from stages import export as stage
 
-        place = stage.Place(str(RunDirectory(run_dir).maps) if out is None else out, **how)
+        if out is None:
+            out = str(RunDirectory(run_dir).maps)
+        place = stage.Place(out, **how)
         asked |= {"views": views}
         request = stage.ExportRequest(run_dir, place, asked, teacher, overrides or [], download)
         url = stage.run(request)

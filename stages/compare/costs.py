@@ -46,7 +46,8 @@ def multiply_adds(work: Callable[[], Any]) -> int:
     """Multiply-adds of the matrix products, convolutions and attentions in a call."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         work()
-    return counter.get_total_flops() // 2
+    flops: int = counter.get_total_flops()
+    return flops // 2
 
 
 def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:

@@ -84,7 +84,7 @@ def draw_final(panel: Axes, row: RowResult, colour: Any) -> None:
     panel.errorbar([cost], [mean], [[below], [above]], fmt=marker, color=colour)
 
 
-def draw_curves(panel: Axes, rows: list[RowResult], name: str, colours: dict) -> None:
+def draw_curves(panel: Axes, rows: list[RowResult], name: str, colours: dict[str, Any]) -> None:
     """Draws the metric ``name`` of every row after each epoch."""
     distilled = not all(row.plain for row in rows)
     drawn = []

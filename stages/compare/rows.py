@@ -112,7 +112,7 @@ def sweep_rows(entries: Any, where: str, rows: Sequence[Row]) -> list[Row]:
     return [row for row in swept if row.plain or needs_teacher]
 
 
-def _parse(entry: dict, where: str, by_name: dict[str, Row], distilled: str) -> Row:
+def _parse(entry: dict[str, Any], where: str, by_name: dict[str, Row], distilled: str) -> Row:
     """Reads the row of one entry of a sweep. ``by_name`` holds the rows before it."""
     fields = {key: entry[key] for key in ("name", "plain", "like") if key in entry}
     changes = {key: value for key, value in entry.items() if key not in fields}
@@ -127,9 +127,10 @@ def _parse(entry: dict, where: str, by_name: dict[str, Row], distilled: str) -> 
     if "seed" in changes:
         raise UserError(f"{where}: {name}: seed: every row is run with each of --seeds")
     parent = by_name[like] if like else Row(name="")
+    fields.setdefault("plain", parent.plain)
     settings = {key: value for key, value in parent.settings.items() if key not in changes}
     try:
-        row = Row(**{"plain": parent.plain} | fields, settings=settings | changes)
+        row = Row(**fields, settings=settings | changes)
     except ValidationError as error:
         raise UserError(f"{where}: {name}: {problem(error, Row)}") from None
     if row.name in by_name:

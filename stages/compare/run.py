@@ -121,7 +121,8 @@ def checked(row: Row, settings: Settings, data: ImageData) -> Settings:
             make_schema(job, settings.export, sha256="0" * 64)
         else:
             vit = trained_teacher.check(settings, data)
-            shape = MapShape.of(vit.teacher if isinstance(vit, TeacherJob) else vit.student)
+            trained = vit.teacher if isinstance(vit, TeacherJob) else vit.student
+            shape = MapShape.of(trained)
             student = build_student(settings, data, settings.student_training, "meta")
             export = chosen(settings, teacher=shape, student=MapShape.of(student))
             return settings.model_copy(update={"export": export})

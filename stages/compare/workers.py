@@ -41,6 +41,8 @@ from stages.compare.trainings import (
 
 Job = Callable[[list[RowTraining]], str]
 """Work for some trainings; returns a line on the result, which may be empty."""
+Groups = list[list[RowTraining]]
+Results = Iterator[tuple[list[RowTraining], Callable[[], str]]]
 
 
 def train(
@@ -78,14 +80,12 @@ def train(
 
 
 @contextlib.contextmanager
-def _pool(
-    jobs: int, imports: Sequence[Path]
-) -> Iterator[Callable[[Job, list], Iterator[tuple[list, Callable]]]]:
+def _pool(jobs: int, imports: Sequence[Path]) -> Iterator[Callable[[Job, Groups], Results]]:
     """A function of (job, groups) that yields each group, as its job ends, with a function that
     returns the job's result or raises its error."""
     if jobs == 1:
 
-        def one_by_one(job: Job, groups: list) -> Iterator[tuple[list, Callable]]:
+        def one_by_one(job: Job, groups: Groups) -> Results:
             for group in groups:
                 yield group, partial(job, group)
 
@@ -94,7 +94,7 @@ def _pool(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, _start_worker, (jobs, imports)) as pool:
 
-        def results(job: Job, groups: list) -> Iterator[tuple[list, Callable]]:
+        def results(job: Job, groups: Groups) -> Results:
             futures = {pool.submit(job, group): group for group in groups}
             for future in as_completed(futures):
                 yield futures[future], future.result

@@ -23,7 +23,7 @@ from gaupipe.distillation.job import map_reader
 from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.distillation.notes import StoreNotes
 from gaupipe.distillation.student import layer_map
-from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.distillation.vit_teacher import VitJob
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
@@ -92,7 +92,7 @@ def run(
     with, StoreError for the store of another teacher or data set, and for a damaged one.
     """
 
-    def load() -> tuple[TrainedStudent, ImageData, store.Store | None, TeacherJob | str | None]:
+    def load() -> tuple[TrainedStudent, ImageData, store.Store | None, VitJob | str | None]:
         if out is not None:
             check_file("--out", out)
         if confusion is not None:
@@ -181,7 +181,7 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
     return data
 
 
-def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> TeacherJob | str | None:
+def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> VitJob | str | None:
     """The run's teacher, if it predicts the classes of unseen images: a trained ViT. Or the reason
     why it is not to be had, where the student learned from another one, or its files have gone."""
     run = student.run
@@ -198,9 +198,7 @@ def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> TeacherJob | 
 
 
 @torch.inference_mode()
-def beside_teacher(
-    job: TeacherJob, images: Split, data: ImageData, logits: Tensor
-) -> BesideTeacher:
+def beside_teacher(job: VitJob, images: Split, data: ImageData, logits: Tensor) -> BesideTeacher:
     """Top-1 accuracy and cross-entropy of a teacher on the split, and the share of images whose
     class it predicts as ``logits`` [N, C] do."""
     teacher_logits, labels = predictions(job.teacher, images, data, job.settings)

@@ -102,7 +102,8 @@ def run(request: ExportRequest) -> str | None:
     unfinished store of the same teacher is continued: its finished shards stay."""
     settings = request.check()
     if settings.phase_a.is_local and request.teacher is None:
-        say_nothing_to_export(settings, None if request.is_own_store else request.place.url)
+        url = None if request.is_own_store else request.place.url
+        say_nothing_to_export(settings, url)
         return None
     with request.directory.locked(shared=request.place.part is not None):
         return export(partial(request.load, settings), request.place, request.asked)

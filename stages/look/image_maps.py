@@ -305,7 +305,9 @@ class StudentMaps(LiveMaps):
         elif self.store is not None:
             self._teacher_maps = map_reader(self.store, model, settings.phase_b, CPU)
 
-    def see(self, image, views=None, view=0, split="train") -> ImageMaps:
+    def see(
+        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
+    ) -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""
         seen = super().see(image, views, view, split)
         seen.no_teacher = self.no_teacher(views, split)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ def run(
     """
     directory = RunDirectory(run_dir)
 
-    def resolve() -> TeacherJob | Training | local.LocalJob:
+    def resolve() -> TeacherJob[Any] | Training | local.LocalJob:
         request = directory.settled(settings)
         directory.check_free(request, resume)
         images = read_data(request, directory, data)
@@ -96,7 +97,7 @@ def load(
     *,
     download: bool = False,
     with_images: bool = True,
-) -> TeacherJob:
+) -> TeacherJob[Any]:
     """The finished teacher of a run, in eval mode. ``download`` fetches published weights,
     ``with_images`` False leaves out the per-image parameters. Raises UserError if phase A has not
     finished."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 from gaupipe.data.folder import say_once
 from gaupipe.data.splits import ImageData
@@ -45,7 +46,8 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
     job = build(settings, data)
     if students:
         warm = settings.phase_b.warm_start != "none"
-        check_student(settings, data, job.teacher, job.teacher.weights() if warm else {})
+        weights = job.teacher.weights() if warm else {}
+        check_student(settings, data, job.teacher, weights)
         if settings.phase_b.alpha and not job.teacher.predicts:
             check_probe(data)
     return job
@@ -90,7 +92,7 @@ def adopt(job: VitJob, directory: RunDirectory, resume: bool) -> list[EpochMetri
     return read_metrics(path)
 
 
-def probe_where_others_are_predicted(job: TeacherJob) -> None:
+def probe_where_others_are_predicted(job: TeacherJob[Any]) -> None:
     """Gives a teacher that does not predict the classes of the data set a linear probe, if it has
     none yet, and says how good it is; or why there is none, where phase B can do without.
     Collective. Raises UserError where phase B cannot."""
@@ -117,7 +119,7 @@ def probe_where_others_are_predicted(job: TeacherJob) -> None:
         print(line, file=sys.stderr)
 
 
-def say_what_students_lack(job: TeacherJob) -> None:
+def say_what_students_lack(job: TeacherJob[Any]) -> None:
     """Says of a teacher with parts that its student has not that its maps may not help."""
     if isinstance(job.teacher, VitTeacher) and distributed.is_main():
         parts = parts_of_teachers(job.teacher.model)
@@ -131,7 +133,8 @@ def say_what_students_lack(job: TeacherJob) -> None:
 
 def say_own_head(job: VitJob, accuracy: float) -> None:
     """Says how good the teacher's own predictions are, and how its classes were matched."""
-    names = (getattr(job.teacher.model, "pretrained_cfg", None) or {}).get("label_names")
+    config = getattr(job.teacher.model, "pretrained_cfg", None) or {}
+    names = config.get("label_names")
     how = "by name" if names and job.data.class_names else "by number"
     if distributed.is_main():
         print(

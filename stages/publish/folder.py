@@ -68,7 +68,8 @@ def published_settings(student: TrainedStudent) -> Settings:
     settings = student.settings
     phase = settings.phase_a
     export = settings.export
-    for url, teacher_sha256 in stores_of(student) if student.distilled else ():
+    stores = stores_of(student) if student.distilled else []
+    for url, teacher_sha256 in stores:
         with contextlib.suppress(store.StoreError):  # it may be gone
             schema = store.open(url, teacher_sha256=teacher_sha256).schema
             export = stored_export(url) or export
@@ -83,7 +84,8 @@ def published_settings(student: TrainedStudent) -> Settings:
         "device": Settings().device,
         "log": Settings().log,
     }
-    return without_folders(settings.model_copy(update=changes))
+    published: Settings = without_folders(settings.model_copy(update=changes))
+    return published
 
 
 def without_folders(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -28,7 +29,7 @@ TEACHERS = {
 def write(
     student: TrainedStudent,
     data: ImageData,
-    scores: dict[str, dict],
+    scores: dict[str, dict[str, Any]],
     settings: Settings,
     title: str,
 ) -> str:
@@ -78,7 +79,8 @@ def write(
         teacher=teacher_of(student, settings) if student.distilled else None,
         code=code,
     )
-    return card.content + "\n"
+    content: str = card.content
+    return content + "\n"
 
 
 def code(text: str) -> str:

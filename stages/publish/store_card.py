@@ -38,7 +38,8 @@ def text(schema: store.Schema, license: str | None = None) -> str:
         stored_dtypes={name: schema.stored_dtype(name) for name in schema.arrays()},
         code=code,
     )
-    return card.content + "\n"
+    content: str = card.content
+    return content + "\n"
 
 
 def size_category(entries: int) -> str:

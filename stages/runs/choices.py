@@ -194,7 +194,7 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
     choices.choose("model.name", "gauvit_pico_patch2_8")
     dim = choices.choose("model.args.embed_dim", dim, "the width")
     depth = choices.choose("model.args.depth", depth, "the number of blocks")
-    heads = next(number for number in range(max(1, dim // 32), 0, -1) if dim % number == 0)
+    heads: int = next(number for number in range(max(1, dim // 32), 0, -1) if dim % number == 0)
     heads = choices.choose("model.args.num_heads", heads)
     choices.choose("model.args.mlp_ratio", 2)
     return depth * heads
@@ -210,7 +210,7 @@ def _choose_slice(choices: Choices, teacher: TeacherSizes, width: int, depth: in
     width = choices.choose("model.args.embed_dim", width, f"the width, of {most.channels}")
     depth = min(depth, most.blocks)
     depth = choices.choose("model.args.depth", depth, f"the number of blocks, of {most.blocks}")
-    heads = most.heads
+    heads: int = most.heads
     while heads > 1 and (width % heads or width // heads < NARROWEST_HEAD):
         heads -= 1
     heads = choices.choose("model.args.num_heads", heads, f"attention heads, of {most.heads}")

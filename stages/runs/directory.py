@@ -100,11 +100,13 @@ class RunDirectory:
 
     def student(self, name: str, distilled: bool = True) -> Path:
         """Folder of one student; the baseline's learned from the labels alone."""
-        return self.path / ("phase_b" if distilled else "plain") / name
+        stage = "phase_b" if distilled else "plain"
+        return self.path / stage / name
 
     def students(self, distilled: bool = True) -> list[str]:
         """Names of the students that have been trained, the last one last."""
-        folders = (self.path / ("phase_b" if distilled else "plain")).glob("*/student")
+        stage = "phase_b" if distilled else "plain"
+        folders = self.path.glob(f"{stage}/*/student")
         return [
             folder.parent.name
             for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns)
@@ -271,7 +273,8 @@ class RunDirectory:
 
     def settled(self, settings: Settings) -> Settings:
         """The :func:`settled` settings of this run, with its number of buckets."""
-        return settled(settings, load(self.config) if self.config.is_file() else None)
+        before = load(self.config) if self.config.is_file() else None
+        return settled(settings, before)
 
     def with_baseline(self, settings: Settings, name: str) -> Settings:
         """The settings with the epochs of the baseline of this name. Where they leave these open,
@@ -306,7 +309,8 @@ def settled(settings: Settings, before: Settings | None = None) -> Settings:
     if settings.precision == "auto":
         precision = before.precision if before else _precision(settings)
         settings = settings.model_copy(update={"precision": precision})
-    return with_buckets(settings, before.data.buckets if before else distributed.world_size())
+    buckets = before.data.buckets if before else distributed.world_size()
+    return with_buckets(settings, buckets)
 
 
 def _precision(settings: Settings) -> str:

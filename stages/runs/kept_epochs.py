@@ -109,7 +109,7 @@ def entry(folder: Path) -> KeptEpoch:
     weights."""
     path = folder / FILE
     try:
-        entry = json.loads(path.read_bytes())
+        entry: KeptEpoch = json.loads(path.read_bytes())
         if not {entry["epoch"], entry["last"]} <= {*range(1, entry["last"] + 1)}:
             raise ValueError("it names an epoch that has not been")
         sha256 = entry["sha256"]

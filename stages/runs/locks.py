@@ -43,14 +43,18 @@ def lock_of_process(folder: Path, what: str, shared: bool = False) -> Iterator[N
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as file:
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            process = file.read().strip()
+            process = "another process"
+            pid = file.read().strip()
+            if pid:
+                process += f" (pid {pid})"
             raise UserError(
-                f"{folder}: another process{f' (pid {process})' if process else ''} is using "
-                f"this {what}: wait for it to end, or choose another folder"
+                f"{folder}: {process} is using this {what}: wait for it to end, or choose another "
+                "folder"
             ) from None
         before = os.fstat(file.fileno())
         file.truncate(0)

@@ -88,7 +88,7 @@ def training_memory(
 ) -> int:
     """Bytes that a training without per-image parameters takes on the CPU in each process: torch,
     the data set, weights with moments and gradients, and the activations of a batch."""
-    memory = PROCESS_BYTES + 4 * (copies(ema) + 1) * count_parameters(model)
+    memory: int = PROCESS_BYTES + 4 * (copies(ema) + 1) * count_parameters(model)
     splits = [split for split in (data.train, data.val, data.test) if split]
     sources = {id(split.source): split.source for split in splits}
     held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]

@@ -155,7 +155,9 @@ def recorded_store(folder: Path) -> tuple[str, str] | None:
         learned = json.loads(path.read_bytes())
         url = str(learned["url"])
         teacher_sha256 = str(learned["teacher_sha256"])
-        return (url if "://" in url else os.path.normpath(folder / url)), teacher_sha256
+        if "://" not in url:
+            url = os.path.normpath(folder / url)
+        return url, teacher_sha256
     except (ValueError, TypeError, KeyError, RecursionError):
         raise UserError(
             f"{path} is damaged: it should name the url and the teacher_sha256 of the store that "

@@ -152,7 +152,8 @@ class Gallery:
         if order != "unsure":
             key = -key
         if order == "wrong" and self.labels is not None:
-            key = key + 2 * (self.predicted[ids] == self.labels[ids])
+            right = self.predicted[ids] == self.labels[ids]
+            key = key + 2 * right  # a probability is at most 1: those come after all wrong ones
         return ids[np.argsort(key, kind="stable")]
 
 

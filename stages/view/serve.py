@@ -153,8 +153,9 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
         ) from None
     listening = bound(port)
     viewer.command = shlex.join(["gaupipe", *sys.argv[1:]])
-    state = "&".join(f"{name}={value}" for name, value in start.items())
-    address = f"http://{HOST}:{listening.getsockname()[1]}/" + (f"#{state}" if state else "")
+    address = f"http://{HOST}:{listening.getsockname()[1]}/"
+    if start:
+        address += "#" + "&".join(f"{name}={value}" for name, value in start.items())
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(viewer),
@@ -177,8 +178,9 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
 
 def bound(port: int | None) -> socket.socket:
     """A socket on a port of this machine alone. Raises UserError for a port that is in use."""
+    wanted = PORT if port is None else port
     try:
-        return socket.create_server((HOST, PORT if port is None else port))
+        return socket.create_server((HOST, wanted))
     except OSError as error:
         if port is None:
             return socket.create_server((HOST, 0))
