@@ -60,7 +60,8 @@ class VitMaps:
         """The same on a coarser ``grid`` (h, w)."""
         if grid == self.grid:
             return self
-        blocks = [pool_map(block, self.grid, grid) for block in self.blocks]
+        prefix = self.blocks[0].shape[-1] - self.grid[0] * self.grid[1]
+        blocks = [pool_map(block, self.grid, grid, prefix) for block in self.blocks]
         return replace(self, blocks=blocks, grid=grid)
 
 
