@@ -18,7 +18,7 @@ from gaupipe.distillation.store_choice import check_export
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.vit import VitMaps, VitTeacher
+from gaupipe.teachers.vit import VitMaps
 from store.encoding import LARGEST_MEAN, MEAN_STEP
 
 
@@ -57,8 +57,6 @@ def make_schema(
     shape = job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
     check_export(export, job.settings, job.teacher, shape.grid, shape.layers)
-    if kind == "dense" and isinstance(job.teacher, VitTeacher):
-        job.teacher.kept_prefix = job.teacher.prefix
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = job.notes()
     if arguments := job.settings.phase_a.teacher_args:

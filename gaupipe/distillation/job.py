@@ -106,7 +106,6 @@ class PhaseB(Training):
             heads=self.settings.phase_b.head_map,
             geometry=batch.geometry,
             mixed=batch.mixed,
-            weighted=self.settings.phase_b.weigh_queries,
         )
 
     @cached_property

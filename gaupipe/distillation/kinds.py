@@ -35,13 +35,11 @@ Attention = GaussianMaps | VitMaps
 @dataclass(frozen=True)
 class Seen:
     """What a student sees of a stored block: some ``heads`` (all for None), in views of the images
-    (``geometry``), on another ``grid`` (h, w); None leaves each as it is stored. ``weighted`` rows
-    of patches keep the sum that class and register tokens left them."""
+    (``geometry``), on another ``grid`` (h, w); None leaves each as it is stored."""
 
     heads: Sequence[int] | None = None
     geometry: Geometry | None = None
     grid: Grid | None = None
-    weighted: bool = False
 
 
 AS_STORED = Seen()
@@ -83,11 +81,7 @@ class StoredRows:
 
     def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
         """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
-        rows = select_heads(self.rows(layer), seen.heads)
-        if seen.weighted:
-            patches = rows[..., self.prefix :, self.prefix :]
-        else:
-            patches, _ = without_prefix(rows, self.prefix)
+        patches, _ = without_prefix(select_heads(self.rows(layer), seen.heads), self.prefix)
         return move_map(patches, seen.geometry, self.grid, seen.grid)
 
 

@@ -43,7 +43,6 @@ def feature_loss(
     temperature: float = 1.0,
     direction: str = "teacher_student",
     hidden: Tensor | None = None,
-    shares: Tensor | None = None,
 ) -> Tensor:
     """KL divergence between the attention maps of one block (*eq. 9*), mean over images, heads and
     queries.
@@ -55,7 +54,6 @@ def feature_loss(
                      the teacher's map; ``student_teacher`` is KL(student || teacher), eq. 9's order
     hidden           keys that the student cannot see, bool broadcastable to [B, H, T, T]: the
                      teacher's map loses them too and is renormalised
-    shares           [B or 1, H or 1, T], what each query's divergence is multiplied by
 
     A key that the teacher gives nothing adds nothing to KL(teacher || student). In KL(student ||
     teacher) it counts as the smallest normal number of the map's type, 1.2e-38 in float32.
@@ -69,7 +67,7 @@ def feature_loss(
     if direction == "teacher_student":
         if temperature != 1.0:
             teacher_map = (teacher_map.log() / temperature).softmax(-1)
-        divergence = F.kl_div(student_log_map, teacher_map, reduction="none")
+        divergence = F.kl_div(student_log_map, teacher_map, reduction="sum")
     else:
         teacher_log_map = teacher_map.clamp_min(torch.finfo(teacher_map.dtype).tiny).log()
         if hidden is not None:
@@ -77,9 +75,8 @@ def feature_loss(
         teacher_log_map = (teacher_log_map / temperature).log_softmax(-1)
         if hidden is not None:
             teacher_log_map = teacher_log_map.masked_fill(hidden, 0.0)
-        divergence = F.kl_div(teacher_log_map, student_log_map, log_target=True, reduction="none")
-    divergence = divergence.sum(-1)  # [B, H, T]
-    return (divergence if shares is None else divergence * shares).mean()
+        divergence = F.kl_div(teacher_log_map, student_log_map, log_target=True, reduction="sum")
+    return divergence / student_log_map[..., 0].numel()
 
 
 def without_keys(maps: Tensor, hidden: Tensor) -> Tensor:
@@ -118,7 +115,6 @@ class TeacherMaps:
                 "mean" compares every head with the mean over the teacher's heads
     geometry    where the views of the batch lie in the images that the maps are of
     mixed       the images of the batch that were mixed
-    weighted    whether rows sum to the share of attention on patches, which weighs their divergence
     """
 
     stored: StoredAttention
@@ -127,7 +123,6 @@ class TeacherMaps:
     heads: Sequence[int] | Literal["mean"] | None = None
     geometry: Geometry | None = None
     mixed: Mix | None = None
-    weighted: bool = False
 
     def map(self, layer: int) -> Tensor:
         """The map [B or 1, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
@@ -143,10 +138,7 @@ class TeacherMaps:
 
         def map_and_entropy() -> tuple[Tensor, Tensor]:
             maps = self.map(layer) if hidden is None else without_keys(self.map(layer), hidden)
-            entropy = torch.special.entr(maps).sum(-1)
-            if self.weighted:  # of the rows that sum to 1, times the share
-                entropy = entropy - torch.special.entr(maps.sum(-1))
-            return maps, entropy
+            return maps, torch.special.entr(maps).sum(-1)
 
         return map_and_entropy
 
@@ -155,11 +147,7 @@ class TeacherMaps:
         """What the student sees of each stored block."""
         grid = self.grid if self.grid != tuple(self.stored.grid) else None
         heads = None if self.heads == "mean" else self.heads
-        return Seen(heads, self.geometry, grid, self.weighted)
-
-    def shares(self, layer: int) -> Tensor:
-        """[B or 1, H or 1, T]: the sums of a map's rows."""
-        return self.map(layer).sum(-1)
+        return Seen(heads, self.geometry, grid)
 
     def _stored_layer(self, layer: int) -> int:
         stored = self.layers[layer]
@@ -245,11 +233,7 @@ class FeatureLoss:
             # softmax over the scores of patches is the whole row's, renormalised over patches
             log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
             maps = teacher.map(layer)
-            shares = None
-            if teacher.weighted:
-                shares = teacher.shares(layer)
-                maps = maps / shares.unsqueeze(-1)
-            return feature_loss(log_map, maps, self.temperature, self.direction, hidden, shares)
+            return feature_loss(log_map, maps, self.temperature, self.direction, hidden)
 
         patch_q = q[..., self.prefix :, :]
         patch_k = k[..., self.prefix :, :]
@@ -274,11 +258,7 @@ class FeatureLoss:
         )
         pulled, entropy = _MapTimesKeys.apply(teacher.remade(layer, hidden), keys)
         towards = attention.scale * (queries.float() * pulled.float()).sum(-1)  # [B, H, T]
-        if teacher.weighted:
-            log_normaliser_weighed = teacher.shares(layer) * log_normaliser
-        else:
-            log_normaliser_weighed = log_normaliser
-        divergence = (log_normaliser_weighed - towards - entropy).mean()
+        divergence = (log_normaliser - towards - entropy).mean()
         if self.prefix:
             heads = self._with_prefix(attention, q, k, v, heads, log_normaliser)
         return heads, divergence

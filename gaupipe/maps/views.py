@@ -61,15 +61,12 @@ def without_prefix(maps: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     return torch.where(left > tiny, patches / left.clamp_min(tiny), uniform), dropped
 
 
-def pool_map(
-    maps: Tensor, grid: tuple[int, int], new_grid: tuple[int, int], prefix: int = 0
-) -> Tensor:
+def pool_map(maps: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
     """Maps [..., T', T'] of maps [..., T, T] on a coarser grid: the mean over the queries that lie
     in a new token and the sum over such keys, both by area. Rows that sum to 1 still do."""
     axes = list(zip(grid, new_grid, strict=True))
     along_y, along_x = (shares_of_cells(old, new).to(maps) for old, new in axes)
     keys = torch.kron(along_y, along_x)  # [T', T], the share of each old token in a new one
-    keys = torch.block_diag(torch.eye(prefix).to(keys), keys) if prefix else keys
     queries = keys / keys.sum(-1, keepdim=True)
     return queries @ maps @ keys.mT
 

@@ -40,9 +40,6 @@ class PhaseBSettings(TrainChanges):
     shuffle_maps: bool = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
-    weigh_queries: bool = False
-    """Weighs a query's divergence by the share of the teacher's attention that lies on patches, for
-    stores of the kind ``dense``."""
     warm_start: Literal["none", "teacher", "slice", "exact"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that

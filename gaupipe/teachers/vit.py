@@ -60,8 +60,7 @@ class VitMaps:
         """The same on a coarser ``grid`` (h, w)."""
         if grid == self.grid:
             return self
-        prefix = self.blocks[0].shape[-1] - self.grid[0] * self.grid[1]
-        blocks = [pool_map(block, self.grid, grid, prefix) for block in self.blocks]
+        blocks = [pool_map(block, self.grid, grid) for block in self.blocks]
         return replace(self, blocks=blocks, grid=grid)
 
 
