@@ -5,12 +5,12 @@ import pytest
 import timm
 import torch
 
+import store
 from exports import write_store
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.options import count_parameters
 from gaupipe.attention.standard import StandardAttention
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.job import StudentLosses
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import convert, forward_with_maps
@@ -117,8 +117,8 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     predictions = job.student.eval()(batch.images).log_softmax(-1)
     torch.testing.assert_close(predictions, expected, atol=1e-5, rtol=1e-4)
     batch = next(loaded.batches(data.train).in_order())
-    batch.stored = job.maps.gather(batch.ids.numpy())
-    losses = StudentLosses(job)(batch, gamma=0.5)
+    batch.stored = store.open(run.maps).gather(batch.ids.numpy())
+    losses = job.losses(batch, gamma=0.5)
     assert losses.loss_feat.item() == pytest.approx(0, abs=1e-5)
     assert phase_b.run(run_dir)[-1]["val_acc"] > 0.5
 
