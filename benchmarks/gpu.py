@@ -63,10 +63,10 @@ STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
         "{here}/input.py --images 4000 --files 500 --rounds 3",
         "--images 200 --files 10 --rounds 2 --sizes 32 --workers 0 --parts loaders",
     ),
-    "phases A and B of imagenet_tiny": (
+    "phases A and B of digits": (
         50,
-        "-m gaupipe plan imagenet_tiny --images 100000 --classes 1000 --steps 50 --json",
-        "--images 100 --steps 1 --set data.batch_size=2 --set model.args.depth=1",
+        "-m gaupipe run digits --run-dir digits",
+        "--epochs 1 --set phase_a.max_epochs=1 --set baseline.epochs=1",
     ),
 }
 DRY_SECONDS = 200
