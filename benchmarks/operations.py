@@ -16,7 +16,6 @@ import random
 import statistics
 import tempfile
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -76,12 +75,15 @@ def main() -> None:
     torch.set_num_threads(1)
     for tokens in map(int, arguments.tokens.split(",")):
         steps: dict[str, Callable[[], object]] = {}
-        for key in arguments.students.split(","):
-            steps |= steps_of(key, tokens, arguments)
-        show(tokens, steps, arguments)
+        with tempfile.TemporaryDirectory() as folder:
+            for key in arguments.students.split(","):
+                steps |= steps_of(key, tokens, folder, arguments)
+            show(tokens, steps, arguments)
 
 
-def steps_of(key: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Callable]:
+def steps_of(
+    key: str, tokens: int, folder: str, arguments: argparse.Namespace
+) -> dict[str, Callable]:
     """The plain step of a student, and one with L_feat for each kind of ``maps``."""
     torch.manual_seed(0)
     sizes = dict(SIZES[tokens])
@@ -107,20 +109,21 @@ def steps_of(key: str, tokens: int, arguments: argparse.Namespace) -> dict[str, 
 
     steps: dict[str, Callable[[], object]] = {key: lambda: update(hard_loss(model(images), labels))}
     for kind in filter(None, arguments.maps.split(",")):
-        steps[f"{key}, {kind}"] = partial(distil, maps_of(kind, model, tokens, batch))
+        steps[f"{key}, {kind}"] = partial(
+            distil, maps_of(kind, model, tokens, batch, f"{folder}/{key}-{kind}.zarr")
+        )
     return steps
 
 
 def maps_of(
-    kind: str, model: VisionTransformer, tokens: int, batch: int
+    kind: str, model: VisionTransformer, tokens: int, batch: int, url: str
 ) -> Callable[[], StoredAttention]:
-    """Reads the maps of some images, of the teacher ``local`` or from a store of random ones."""
+    """Reads the maps of some images: of the teacher ``local``, or from a store of random ones that
+    is written to ``url``."""
     if kind == "local":
         local = LocalMaps(MapShape.of(model), [0.8, 2.0] * 6)
         return lambda: local
-    folder = tempfile.TemporaryDirectory()
-    weakref.finalize(model, folder.cleanup)
-    maps = write_store(f"{folder.name}/maps.zarr", tokens, kind)
+    maps = write_store(url, tokens, kind)
     read = MAP_KINDS[kind].reader(maps, torch.device("cpu"))
     random_numbers = np.random.default_rng(0)
     return lambda: read(maps.gather(random_numbers.permutation(len(maps))[:batch]))

@@ -28,9 +28,9 @@ from gaupipe.training.job import (
     LabelLosses,
     StepLosses,
     Training,
-    identity,
     remarks_on_patches,
     share_of_dropped_patches,
+    student_training,
 )
 from gaupipe.training.state import Identity
 
@@ -109,18 +109,13 @@ def build(
     check_fit(student, maps.schema, phase, maps.url)
     check_targets(maps.schema, settings, maps.url)
     epochs = plan_epochs(settings, maps)
-    return Training(
-        settings,
-        data,
-        device,
-        student,
-        train,
-        settings.augment,
-        StudentLosses(student, settings, map_reader(maps, student, phase, device)),
-        epochs,
-        identity(settings, data, train) | identity_of_maps(maps.schema),
+    losses = StudentLosses(student, settings, map_reader(maps, student, phase, device))
+    remarks = remarks_on_patches(train, epochs) + remarks_on_maps(settings, maps.schema, student)
+    job = student_training(settings, data, device, student, train, losses, epochs, remarks)
+    return replace(
+        job,
+        identity=job.identity | identity_of_maps(maps.schema),
         source_of_maps=(maps.url, maps.schema.teacher_sha256),
-        remarks=remarks_on_patches(train, epochs) + remarks_on_maps(settings, maps.schema, student),
     )
 
 

@@ -20,7 +20,7 @@ from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.maps.gaussians import local_axes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
-from gaupipe.training.job import EpochPlan, Training, identity, share_of_dropped_patches
+from gaupipe.training.job import EpochPlan, Training, share_of_dropped_patches, student_training
 
 
 class LocalMaps(StoredGaussians):
@@ -126,16 +126,7 @@ def build(
         EpochPlan(gamma, share_of_dropped_patches(train, epoch, gamma))
         for epoch, gamma in enumerate(gammas(settings))
     ]
+    losses = StudentLosses(student, settings, lambda _batch: maps)
     teacher = described(settings.phase_a)
-    return Training(
-        settings,
-        data,
-        device,
-        student,
-        train,
-        settings.augment,
-        StudentLosses(student, settings, lambda _batch: maps),
-        epochs,
-        identity(settings, data, train),
-        remarks=[f"the teacher local has {teacher}; it predicts nothing, so phase_b.alpha is 0"],
-    )
+    remarks = [f"the teacher local has {teacher}; it predicts nothing, so phase_b.alpha is 0"]
+    return student_training(settings, data, device, student, train, losses, epochs, remarks)

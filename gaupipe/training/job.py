@@ -111,7 +111,7 @@ class EpochPlan:
 @dataclass
 class Training:
     """A ViT, the ``student``, and what the loop of :func:`train` needs to train it. Its builders
-    fill it: :func:`build`, that of phase B, and that of the teacher ``vit``."""
+    fill it: :func:`build`, those of phase B, and that of the teacher ``vit``."""
 
     settings: Settings
     data: ImageData
@@ -226,17 +226,27 @@ def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
     epochs = [
         EpochPlan(dropped=share_of_dropped_patches(train, epoch)) for epoch in range(train.epochs)
     ]
+    losses = LabelLosses(student, train, settings.compile)
+    remarks = remarks_on_patches(train, epochs)
+    return student_training(settings, data, device, student, train, losses, epochs, remarks)
+
+
+def student_training(
+    settings: Settings,
+    data: ImageData,
+    device: torch.device,
+    student: VisionTransformer,
+    train: TrainSettings,
+    losses: LabelLosses,
+    epochs: list[EpochPlan],
+    remarks: Sequence[str],
+) -> Training:
+    """A student's training, with or without a teacher: its images and its checkpoints are those of
+    the settings."""
+    belongs_to = identity(settings, data, train)
+    augment = settings.augment
     return Training(
-        settings,
-        data,
-        device,
-        student,
-        train,
-        settings.augment,
-        LabelLosses(student, train, settings.compile),
-        epochs,
-        identity(settings, data, train),
-        remarks=remarks_on_patches(train, epochs),
+        settings, data, device, student, train, augment, losses, epochs, belongs_to, remarks=remarks
     )
 
 
