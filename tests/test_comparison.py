@@ -39,6 +39,7 @@ from stages.compare.measures import (
     epochs_to,
     first_passages,
     front,
+    smoothed,
     spread,
 )
 from stages.compare.report import Comparison, RowResult, final_values
@@ -78,21 +79,31 @@ def test_epochs_to_an_accuracy_count_from_one_to_the_first_that_reaches_it():
     assert spread([3]) == Spread(mean=3, std=None) and spread([]) == Spread(None, None)
 
 
-def test_speed_up_is_taken_seed_by_seed_with_and_without_phase_a():
-    reference = [made_up([0.2, 0.4, 0.6, 0.8]), made_up([0.1, 0.3, 0.7, 0.9])]
-    runs = [made_up([0.5, 0.7, 0.9, 0.9], phase_a=1), made_up([0.7, 0.8], phase_a=2)]
-    row = first_passages(runs, reference, 0.7)
+def test_a_curve_is_the_mean_of_its_last_five_epochs():
+    curve = [0.1, 0.3, 0.2, 0.6, 0.8, 0.9, 0.1]
+    expected = [0.1, 0.2, 0.2, 0.3, 0.4, 0.56, 0.52]
+    assert smoothed(curve) == pytest.approx(expected)
+    # one high epoch passes 0.8, but the curve does not
+    assert epochs_to(curve, 0.8) == 5 and epochs_to(smoothed(curve), 0.8) is None
+
+
+def test_speed_up_is_taken_seed_by_seed_phase_a_counted():
+    # means of the last five: .2 .3 .4 .5 and .1 .2 .4 .5
+    reference = [made_up([0.2, 0.4, 0.6, 0.8]), made_up([0.1, 0.3, 0.8, 0.8])]
+    # .3 .4 .5 .5 and .5 .5
+    runs = [made_up([0.3, 0.5, 0.7, 0.5], phase_a=1), made_up([0.5, 0.5], phase_a=2)]
+    row = first_passages(runs, reference, 0.5)
     assert row.reached == 2
-    assert row.epochs == Spread(1.5, pytest.approx(0.5**0.5))  # 2 and 1 against 4 and 3
-    assert row.epochs_with_phase_a.mean == 3  # 3 and 3
-    assert row.speedup.mean == pytest.approx((4 / 2 + 3 / 1) / 2)
-    assert row.speedup_with_phase_a.mean == pytest.approx((4 / 3 + 3 / 3) / 2)
-    # a share is of the final accuracy with the same seed
-    runs = [made_up([0.5, 0.81]), made_up([0.39, 0.91])]
-    at = [first_passages(runs, reference, share, is_share=True).epochs.mean for share in (1.0, 0.4)]
-    assert at == [2, 1]
-    # the reference has its own first passage, here before its last epoch
-    early = [made_up([0.2, 0.9, 0.8])]
+    assert row.epochs == Spread(2, pytest.approx(2**0.5))  # 3 and 1 against 4 and 4
+    assert row.epochs_with_phase_a.mean == 3.5  # 4 and 3
+    assert row.speedup.mean == pytest.approx((4 / 4 + 4 / 3) / 2)
+    assert row.saved_by_seed == [0, 1]
+    # a share is of what the reference has with the same seed over its last five epochs, here .5
+    runs = [made_up([0.39, 0.61]), made_up([0.51, 0.49])]
+    at = [first_passages(runs, reference, share, is_share=True).epochs.mean for share in (1.0, 0.7)]
+    assert at == [1.5, 1]
+    # the reference has its own first passage, here before its last epoch: .2 .55 .5
+    early = [made_up([0.2, 0.9, 0.4])]
     assert first_passages(early, early, 1.0, is_share=True).epochs.mean == 2
     assert first_passages([made_up([0.8])], early, 1.0, is_share=True).speedup.mean == 2
 
@@ -102,9 +113,10 @@ def test_never_reached_gives_no_mean_and_no_speed_up():
     row = first_passages(runs, reference, 0.8)
     assert row.reached == 1
     assert row.epochs == row.speedup == Spread(None, None)
+    assert row.saved_by_seed == [0, None]
     assert first_passages(runs, reference, 0.65).speedup.mean == 1
     row = first_passages(runs[:1], [made_up([0.1])], 0.8)  # the reference never gets there
-    assert row.epochs.mean == 1 and row.speedup.mean is None
+    assert row.epochs.mean == 1 and row.speedup.mean is None and row.saved_by_seed == [None]
 
 
 def test_differences_have_students_interval_and_p():

@@ -21,6 +21,7 @@ Name = TypeVar("Name", bound=Any)
 """Of a row of a table; names can be sorted."""
 
 LEVEL = 0.05
+SMOOTHED_EPOCHS = 5
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,14 @@ def spread(values: Sequence[float | None]) -> Spread:
     return Spread(fmean(numbers), std)
 
 
+def smoothed(curve: Sequence[float]) -> list[float]:
+    """A curve's mean over the last five epochs, fewer at its beginning. A single epoch of a noisy
+    curve passes an accuracy long before the curve does."""
+    return [
+        fmean(curve[max(0, epoch - SMOOTHED_EPOCHS) : epoch]) for epoch in range(1, len(curve) + 1)
+    ]
+
+
 def epochs_to(curve: Sequence[float], accuracy: float) -> int | None:
     """Counts from 1 the first epoch after which a curve is at least as high; None if there is
     no such epoch."""
@@ -52,21 +61,26 @@ def epochs_to(curve: Sequence[float], accuracy: float) -> int | None:
 
 @dataclass(frozen=True)
 class Passages:
-    """First passages of the runs of a row. A mean is given only where every seed has a value."""
+    """First passages of the runs of a row, whose curves are :func:`smoothed`. A mean is given only
+    where every seed has a value."""
 
     goal: float
     """The accuracy to pass."""
     is_share: bool
-    """Whether the goal is a share of the final accuracy of the reference with the same seed."""
+    """Whether the goal is a share of the accuracy that the reference with the same seed has over
+    its last five epochs."""
     reached: int
     """Seeds that reached the accuracy."""
     epochs: Spread
     """Epochs until then."""
-    speedup: Spread
-    """The reference's epochs over the row's, seed by seed."""
     epochs_with_phase_a: Spread
-    speedup_with_phase_a: Spread
-    """The same, the row's epochs of phase A counted."""
+    """The same, the epochs of a teacher that was trained counted."""
+    speedup: Spread
+    """The reference's epochs over ``epochs_with_phase_a``, seed by seed."""
+    saved_by_seed: list[int | None]
+    """The reference's epochs minus ``epochs_with_phase_a``."""
+    saved: Verdict | None = None
+    """These among those of the other rows; None where a seed has none."""
 
 
 def first_passages(
@@ -75,37 +89,41 @@ def first_passages(
     goal: float,
     is_share: bool = False,
 ) -> Passages:
-    """First passages of the runs of a row to the accuracy ``goal``, or to that share of the final
-    accuracy of the reference, next to those of the reference with the same seeds. The reference may
-    pass its own final accuracy before its last epoch."""
-    epochs: list[float | None] = []
+    """First passages of the runs of a row to the accuracy ``goal``, or to that share of what the
+    reference reaches in the end, next to those of the reference with the same seeds. The reference
+    may pass it before its last epoch."""
+    epochs: list[int | None] = []
+    epochs_with_phase_a: list[int | None] = []
     speedups: list[float | None] = []
-    epochs_with_phase_a: list[float | None] = []
-    speedups_with_phase_a: list[float | None] = []
+    saved: list[int | None] = []
     for run, other in zip(runs, reference, strict=True):
-        accuracy = goal * other.final_acc if is_share else goal
-        taken = epochs_to(run.val_acc, accuracy)
-        taken_in_all = None if taken is None else taken + run.phase_a_epochs
-        of_reference = epochs_to(other.val_acc, accuracy)
+        curve_of_reference = smoothed(other.val_acc)
+        accuracy = goal * curve_of_reference[-1] if is_share else goal
+        of_reference = epochs_to(curve_of_reference, accuracy)
+        taken = epochs_to(smoothed(run.val_acc), accuracy)
         epochs.append(taken)
-        epochs_with_phase_a.append(taken_in_all)
-        speedups.append(_ratio(of_reference, taken))
-        speedups_with_phase_a.append(_ratio(of_reference, taken_in_all))
+        if taken is None:
+            epochs_with_phase_a.append(None)
+            speedups.append(None)
+            saved.append(None)
+            continue
+        taken += run.phase_a_epochs
+        epochs_with_phase_a.append(taken)
+        if of_reference is None:
+            speedups.append(None)
+            saved.append(None)
+            continue
+        speedups.append(of_reference / taken)
+        saved.append(of_reference - taken)
     return Passages(
         goal,
         is_share,
         reached=sum(taken is not None for taken in epochs),
         epochs=spread(epochs),
-        speedup=spread(speedups),
         epochs_with_phase_a=spread(epochs_with_phase_a),
-        speedup_with_phase_a=spread(speedups_with_phase_a),
+        speedup=spread(speedups),
+        saved_by_seed=saved,
     )
-
-
-def _ratio(over: int | None, under: int | None) -> float | None:
-    if over is None or under is None:
-        return None
-    return over / under
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from stages.compare.rows import BASELINE, CONTROLS, DISTILLED
 from stages.compare.trainings import FinishedTraining, RowTraining
 
 SHARES = (0.95, 0.98, 1.0)
-"""Shares of the reference's final accuracy, on the same seed, at which rows are compared by
-default."""
+"""Shares of what the reference reaches over its last five epochs, on the same seed, at which rows
+are compared by default."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,13 @@ def report(
                 above_front[row.row] = above
     tested_differences = differences(over_reference)
     tested_above = differences(above_front)
+    passages = [
+        _passages(finished, reference, goal, is_share=not targets) for goal in targets or SHARES
+    ]
     compared = [
         replace(
             row,
-            at=[
-                first_passages(row.runs, reference.runs, goal, is_share=not targets)
-                for goal in targets or SHARES
-                if row.runs
-            ],
+            at=[of_goal[row.row] for of_goal in passages if row.row in of_goal],
             difference=tested_differences.get(row.row),
             above_front=tested_above.get(row.row),
         )
@@ -136,6 +135,22 @@ def report(
     ]
     seeds = [training.settings.seed for training in trainings[0]]
     return Comparison(data, seeds, BASELINE, compared, differences(_over_controls(finished)))
+
+
+def _passages(
+    rows: Sequence[RowResult], reference: RowResult, goal: float, is_share: bool
+) -> dict[str, Passages]:
+    """By row its first passages to a goal, with the epochs saved tested among all rows."""
+    passages = {
+        row.row: first_passages(row.runs, reference.runs, goal, is_share=is_share) for row in rows
+    }
+    saved = {}
+    for name, row in passages.items():
+        by_seed = [epochs for epochs in row.saved_by_seed if epochs is not None]
+        if name != reference.row and len(by_seed) == len(row.saved_by_seed):
+            saved[name] = by_seed
+    tested = differences(saved)
+    return {name: replace(row, saved=tested.get(name)) for name, row in passages.items()}
 
 
 def _row(
