@@ -32,8 +32,10 @@ from stages.runs.resources import (
     check_disk,
     check_memory,
     copies,
+    export_memory,
     gigabytes,
     make_plan,
+    planned_schema,
     store_size,
     training_memory,
 )
@@ -147,7 +149,8 @@ def plan_phases(
     teacher = build_teacher(settings, data)
     export = planned_export(settings, teacher, MapShape.of(teacher), MapShape.of(built))
     needs = make_plan(settings, teacher, data, images, world_size)
-    stored, files = store_size(settings, teacher, export, images, data.num_classes)
+    schema = planned_schema(settings, teacher, export, images, data.num_classes)
+    stored, files = store_size(teacher, schema)
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
     stages: dict[str, Stage] = {
         "phase_a": {
@@ -159,7 +162,7 @@ def plan_phases(
         },
         "export": {
             "model": f"store ({export.kind})",
-            "memory_bytes": needs.memory_bytes,
+            "memory_bytes": export_memory(settings, teacher, data, schema, world_size=world_size),
             "disk_bytes": stored,
             "files": files,
         },

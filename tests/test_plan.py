@@ -226,6 +226,21 @@ def test_an_allocation_that_fails_is_one_line():
     assert mistake_of(RuntimeError("shapes do not fit")) is None
 
 
+def test_an_export_holds_the_maps_of_a_batch(tmp_path):
+    """Those of a trained ViT, and as many again where whole maps are stored."""
+    config = ["phase_a.teacher=vit", "data.batch_size=50", "device=cpu", "export.layers=[0, 3]"]
+    maps = 4 * 200 * 2 * 4 * 16**2  # batch of evaluation, blocks, heads, tokens
+    block = 4 * 200 * 16 * 64 * resources.ACTIVATIONS
+    needs = {}
+    for kind in ("topk", "dense"):
+        planned = plan.run(load("digits_expected", [*config, f"export.kind={kind}"]), tmp_path)
+        export = planned["stages"]["export"]
+        shards = min((resources.WRITERS + 2) * 32 * 10**6, 2 * export["disk_bytes"])
+        needs[kind] = export["memory_bytes"] - resources.PROCESS_BYTES - shards
+    assert needs["dense"] - needs["topk"] == maps
+    assert needs["topk"] > maps + block
+
+
 def test_plan_of_a_world_divides_the_memory(tmp_path):
     digits = load("digits_expected", ["data.batch_size=100", "device=cpu"])
     plans = [plan.run(digits, tmp_path, world_size=size) for size in (1, 4)]

@@ -19,13 +19,10 @@ from gaupipe.system.device import choose_precision
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.teachers.vit import VitTeacher
-from stages.export.writing import WRITERS
-from stages.runs.resources import SHARD_MB, check_disk, check_memory, make_plan
+from stages.runs.resources import LIGHTER, SHARD_MB, check_disk, check_memory, export_memory
 
 MOST_SHARD_MB = 4000
 """Each reader of a damaged shard, and ``verify``, holds one in memory."""
-MAP_BYTES = 8
-"""Of each number of a batch's maps: float32, and what is stored of it."""
 BUSY = "another process writes this store: wait for it to end, or choose another --out"
 
 
@@ -87,16 +84,12 @@ class Place:
         place = f"choose another --out or --kind, or fewer {images}"
         parts = 1 if self.part is None else self.part[1]  # each writes its share
         check_disk("export", schema.total_bytes // parts + shared, folder, place)
-        if has_files:
-            maps = schema.layers * schema.heads * schema.tokens**2
-            batch = min(job.settings.data.eval_batch_size, schema.num_images) * maps * MAP_BYTES
-            shard = max(int(self.shard_mb * 1e6), schema.bytes_per_image)
-            needed = batch + min((WRITERS + 2) * shard, 2 * schema.total_bytes)
-            check_memory("export", needed, "take a smaller --image-size or --model")
-        else:
-            world_size = distributed.world_size()
-            plan = make_plan(job.settings, job.teacher, job.data, world_size=world_size)
-            check_memory("export", plan.memory_bytes)
+        world_size = distributed.world_size()
+        needed = export_memory(
+            job.settings, job.teacher, job.data, schema, self.shard_mb, world_size
+        )
+        lighter = "take a smaller --image-size or --model" if has_files else LIGHTER
+        check_memory("export", needed, lighter)
 
     def choose(self, job: TeacherJob[Any], options: dict[str, Any]) -> ExportSettings:
         """The kind of the store and its encoding, k and views."""

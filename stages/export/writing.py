@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,9 +19,7 @@ from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochProgress
 from stages.publish import store_card
-
-WRITERS = min(4, os.cpu_count() or 1)
-"""Shards that are encoded and stored at once, each on a thread of its own."""
+from stages.runs.resources import WRITERS
 
 Part = tuple[int, int] | None
 """(i, n): the i-th of n parts of a store, counted from 1; None is all of it."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import store
 from gaupipe.attention.options import count_parameters
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import MapShape
 from gaupipe.settings import ExportSettings, Settings
@@ -19,11 +20,15 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import record_words
+from gaupipe.teachers.vit import VitTeacher
 from store.layout import Layout, images_fitting
 
 PROCESS_BYTES = 11 * 10**8
 """Resident memory of a process that has imported torch and timm (0.72 GB were measured) and
 trains small batches."""
+
+WRITERS = min(4, os.cpu_count() or 1)
+"""Shards that an export encodes and stores at once, each on a thread of its own."""
 
 SHARD_MB = 32
 """Megabytes of a store's shard, before compression, unless an export says otherwise."""
@@ -89,10 +94,7 @@ def training_memory(
     """Bytes that a training without per-image parameters takes on the CPU in each process: torch,
     the data set, weights with moments and gradients, and the activations of a batch."""
     memory: int = PROCESS_BYTES + 4 * (copies(ema) + 1) * count_parameters(model)
-    splits = [split for split in (data.train, data.val, data.test) if split]
-    sources = {id(split.source): split.source for split in splits}
-    held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
-    memory += 2 * sum(held)  # it is copied while it is read
+    memory += bytes_of_images(data)
     vit = model.vit if isinstance(model, Teacher) else model
     if select_device(settings.device, settings.threads).type == "cpu" and hasattr(vit, "blocks"):
         batch = -(-settings.data.batch_size // world_size)
@@ -105,29 +107,74 @@ def training_memory(
     return memory
 
 
-def store_size(
+def bytes_of_images(data: ImageData) -> int:
+    """Of a data set that is held in memory, which is copied while it is read."""
+    splits = [split for split in (data.train, data.val, data.test) if split]
+    sources = {id(split.source): split.source for split in splits}
+    held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
+    return 2 * sum(held)
+
+
+def planned_schema(
     settings: Settings, model: Any, export: ExportSettings, images: int, classes: int
-) -> tuple[int, int]:
-    """Bytes before compression, and files, of the store of an ``export`` that names its kind."""
-    kind = str(export.kind)
+) -> store.Schema:
+    """The schema of the store of an ``export`` that names its kind, but for its digests."""
     views = export.views or 1
-    schema = store.Schema(
+    return store.Schema(
         **vars(MapShape.of(model).stored(export)),
-        kind=kind,
+        kind=str(export.kind),
         num_images=images * views,
         num_classes=classes,
         dataset=settings.data.name,
         dataset_sha256="",
         teacher_sha256="",
-        embedding_dim=model.decoder.embedding if kind == "embedding" else None,
+        embedding_dim=model.decoder.embedding if export.kind == "embedding" else None,
         encoding=str(export.encoding),
         k=export.k,
         views=views,
     )
-    shared = MAP_KINDS[kind].decoder(model)
+
+
+def store_size(model: Any, schema: store.Schema) -> tuple[int, int]:
+    """Bytes before compression, and files, of a store."""
+    shared = MAP_KINDS[schema.kind].decoder(model)
     numbers = sum(tensor.numel() for tensor in shared.values())
     layout = Layout(schema, images_fitting(schema, SHARD_MB * 10**6))
     return schema.total_bytes + 4 * numbers, layout.num_files(decoder=len(shared))
+
+
+def export_memory(
+    settings: Settings,
+    model: Any,
+    data: ImageData,
+    schema: store.Schema,
+    shard_mb: float = SHARD_MB,
+    world_size: int = 1,
+) -> int:
+    """Bytes that an export takes on the CPU in each process. Of a trained ViT all maps of an
+    evaluation's batch are there at once, far more than a step of its training keeps."""
+    phase = settings.phase_a
+    learned = phase.learns_gaussians
+    if learned:
+        memory = training_memory(settings, model, data, phase.optim.ema, world_size)
+        tokens = schema.tokens
+        width = 0  # the activations are in it
+    else:
+        vit = model.model if isinstance(model, VitTeacher) else model
+        memory = PROCESS_BYTES + 4 * count_parameters(model) + bytes_of_images(data)
+        tokens = math.prod(MapShape.of(model).grid) + getattr(vit, "num_prefix_tokens", 0)
+        width = vit.num_features
+    shard = max(int(shard_mb * 1e6), schema.bytes_per_image)
+    memory += min((WRITERS + 2) * shard, 2 * schema.total_bytes)  # one is made, one put together
+    if select_device(settings.device, settings.threads).type == "cpu":
+        batch = min(settings.data.eval_batch_size, schema.num_images)
+        maps = 4 * batch * schema.layers * schema.heads * tokens**2
+        memory += 4 * batch * tokens * ACTIVATIONS * width  # of one block
+        if not learned:
+            memory += maps
+        if schema.kind == "dense":
+            memory += maps
+    return memory
 
 
 def check_resources(plan: PhaseAPlan, run_dir: Path) -> None:
