@@ -98,7 +98,7 @@ def test_a_step_of_a_student(student_job, gpu):
         losses = StudentLosses(student, settings, teacher_maps)
     training, _ = train_and_val(job.data, settings.data, CUDA)
     batch = next(training.epoch(0, Augment(job.augment, 0), read))
-    check_device(batch.images, batch.labels, *losses(batch, 0.1).by_name().values())
+    check_device(batch.images, batch.labels, *losses(batch, 0.1, 0.5).by_name().values())
 
 
 @pytest.fixture

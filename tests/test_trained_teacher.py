@@ -269,6 +269,31 @@ def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha
         assert entry["train_loss"] == pytest.approx(0.5 * entry["loss_hard"] + alpha * (soft or 0))
 
 
+def test_predictions_end_and_their_weight_is_the_labels(run, drawn):
+    weights = ["phase_b.gamma_epochs=1", "phase_b.alpha=0.4", "phase_b.beta=0.5"]
+    augment = "augment={flip: true, crop_padding: 1}"
+    with_settings(run, augment, *weights, "phase_b.alpha_epochs=3", "train.epochs=4")
+    write_store(run, {"views": 2})
+    metrics = phase_b.run(run, "standard")
+    assert drawn == [(0, True), (1, True), (0, True), (None, False)]
+    soft = [entry["loss_soft"] for entry in metrics]
+    assert None not in soft[:3] and soft[3] is None
+    for entry in metrics[1:3]:
+        expected = 0.5 * entry["loss_hard"] + 0.4 * entry["loss_soft"]
+        assert entry["train_loss"] == pytest.approx(expected)
+    assert metrics[3]["train_loss"] == pytest.approx(0.9 * metrics[3]["loss_hard"])
+
+
+def test_predictions_may_end_before_the_maps(run):
+    """The store still gives the predictions, but they weigh nothing."""
+    weights = ["phase_b.gamma=0.3", "phase_b.gamma_epochs=2", "phase_b.alpha=0.4"]
+    with_settings(run, *weights, "phase_b.beta=0.5", "phase_b.alpha_epochs=1", "train.epochs=2")
+    write_store(run)
+    last = phase_b.run(run, "standard")[1]
+    expected = 0.9 * last["loss_hard"] + 0.3 * last["loss_feat"]
+    assert last["train_loss"] == pytest.approx(expected)
+
+
 def test_a_student_becomes_the_teacher_of_the_next(run, tmp_path, in_process):
     """A folder as the teacher: phase A scores it, and a student may start from its weights."""
     name = f"local-dir:{run / 'phase_a' / 'teacher'}"

@@ -56,9 +56,10 @@ class StudentLosses(LabelLosses):
             with_loss = FeatureLoss(student, phase.temperature, phase.direction, compile)
             self.forward_with_loss = torch.compile(with_loss) if compile else with_loss
 
-    def forward(self, batch: Batch, gamma: float = 0.0) -> StepLosses:
+    def forward(self, batch: Batch, gamma: float = 0.0, alpha: float = 0.0) -> StepLosses:
         """Losses of a batch, with their weighted sum (*GauTransformer, eq. 11*). L_feat is there
-        unless ``gamma``, its weight, is 0."""
+        unless ``gamma``, its weight, is 0. What ``alpha``, the weight of L_soft, is below the
+        settings' the labels have."""
         loss_soft = loss_feat = None
         if gamma:
             maps = self.teacher_maps(batch)
@@ -67,12 +68,12 @@ class StudentLosses(LabelLosses):
             logits = self.forward_student(batch.images)  # [B, C]
         logits = logits.float()
         losses = self.label_losses(logits, batch)
-        loss = self.phase.beta * losses.loss_hard
+        loss = (self.phase.beta + self.phase.alpha - alpha) * losses.loss_hard
         if batch.stored is not None:
             teacher = torch.from_numpy(batch.stored["logits"]).to(logits.device)
             targets = mixed_targets(teacher.float().softmax(-1), batch.mixed)  # [B, C]
             loss_soft = soft_loss(logits, targets)
-            loss = self.phase.alpha * loss_soft + loss
+            loss = alpha * loss_soft + loss
         if loss_feat is not None:
             loss = loss + gamma * loss_feat
         return replace(losses, loss=loss, loss_feat=loss_feat, loss_soft=loss_soft)
@@ -130,9 +131,10 @@ def plan_epochs(settings: Settings, maps: store.Store) -> list[EpochPlan]:
     epochs = []
     for epoch, gamma in enumerate(gammas(settings)):
         dropped = share_of_dropped_patches(train, epoch, gamma)
+        alpha = phase.alpha if epoch < phase.alpha_ends(train.epochs) else 0.0
         # once a store of views has nothing to say, there is no need to see its views again
-        if views > 1 and not gamma and not phase.alpha:
-            epochs.append(EpochPlan(gamma, dropped))
+        if views > 1 and not gamma and not alpha:
+            epochs.append(EpochPlan(dropped=dropped))
             continue
         view = None
         if views > 1:
@@ -141,7 +143,7 @@ def plan_epochs(settings: Settings, maps: store.Store) -> list[EpochPlan]:
             stored = MapsOfEpoch(maps, view or 0, others)
         else:  # the maps are by far the largest arrays
             stored = MapsOfEpoch(maps, view or 0, names=("logits", "labels"))
-        epochs.append(EpochPlan(gamma, dropped, stored, view))
+        epochs.append(EpochPlan(gamma, alpha, dropped, stored, view))
     return epochs
 
 

@@ -123,7 +123,7 @@ def build(
     train = settings.student_training
     maps = constant_maps(settings, student, device)
     epochs = [
-        EpochPlan(gamma, share_of_dropped_patches(train, epoch, gamma))
+        EpochPlan(gamma, dropped=share_of_dropped_patches(train, epoch, gamma))
         for epoch, gamma in enumerate(gammas(settings))
     ]
     losses = StudentLosses(student, settings, lambda _batch: maps)

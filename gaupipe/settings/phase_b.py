@@ -17,6 +17,10 @@ class PhaseBSettings(TrainChanges):
     alpha: Weight = 0.0
     """Weight of L_soft, the cross-entropy with the teacher's predictions. In the GauTransformer
     paper alpha, beta and gamma are 0.2, 0.1 and 0.7 on CIFAR, and gamma is constant."""
+    alpha_epochs: Positive | None = None
+    """Epochs until alpha is 0, and the labels weigh alpha + beta; null means all. With a store of
+    views the student sees only these while it learns predictions, and views of its own
+    afterwards."""
     beta: Weight = 1.0
     """Weight of L_hard, the cross-entropy with the labels."""
     gamma: Weight = 0.1
@@ -55,6 +59,10 @@ class PhaseBSettings(TrainChanges):
     """``teacher_student`` is KL(teacher || student), which makes the student attend wherever the
     teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
     eq. 9*."""
+
+    def alpha_ends(self, epochs: int) -> int:
+        """``alpha_epochs``, or what null means for a student of so many ``epochs``."""
+        return self.alpha_epochs or epochs
 
     def gamma_ends(self, epochs: int) -> int:
         """``gamma_epochs``, or what null means for a student of so many ``epochs``."""

@@ -84,8 +84,8 @@ class LabelLosses(nn.Module):
         if compile:
             self.forward_student = torch.compile(student)
 
-    def forward(self, batch: Batch, gamma: float = 0.0) -> StepLosses:
-        """Losses of a batch without a teacher; ``gamma`` is for those of phase B."""
+    def forward(self, batch: Batch, gamma: float = 0.0, alpha: float = 0.0) -> StepLosses:
+        """Losses of a batch without a teacher; the weights are for those of phase B."""
         return self.label_losses(self.forward_student(batch.images).float(), batch)
 
     def label_losses(self, logits: Tensor, batch: Batch) -> StepLosses:
@@ -100,6 +100,8 @@ class EpochPlan:
 
     gamma: float = 0.0
     """The weight of L_feat."""
+    alpha: float = 0.0
+    """The weight of L_soft."""
     dropped: float = 0.0
     """The share of the patches that the student drops."""
     maps: Any = None
@@ -147,7 +149,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, 
             compute_losses = update.data_parallel(job.losses)
             for batch in training.epoch(epoch.number, augment, plan.maps, plan.view, epoch.first):
                 with update.forward():  # autocast
-                    losses: StepLosses = compute_losses(batch, plan.gamma)  # images [B, C, h, w]
+                    losses: StepLosses = compute_losses(batch, plan.gamma, plan.alpha)
                 update.backward(losses.loss, batch.weight)
                 update.step()  # the optimizer's, after optim.accumulate batches
                 epoch.add(len(batch), **losses.by_name())  # saves, if checkpoint_minutes are over

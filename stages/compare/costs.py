@@ -71,7 +71,7 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
         # an epoch costs more while maps are compared, and less while patches are dropped
         if kind not in forward_costs:
             drop_patches(job.student, plan.dropped)
-            cost = multiply_adds(partial(losses, batch, plan.gamma))
+            cost = multiply_adds(partial(losses, batch, plan.gamma, plan.alpha))
             forward_costs[kind] = cost / len(batch)
         forward_cost += forward_costs[kind]
     return {
