@@ -63,6 +63,21 @@ def test_pairs_are_tested_as_one_family_over_common_seeds(collect):
     assert second[5] == f"{max(2 * above_labels.p, above_local.p):.3f}"
 
 
+def test_passages_count_the_epochs_of_a_teacher(collect):
+    curves = {"labels": [0.4, 0.6, 0.8], "mine": [0.5, 0.9, 0.9], "never": [0.1, 0.2, 0.3]}
+    trainings = [
+        {"name": name, "seed": seed, "curve": curve, "teacher_epochs": int(name == "mine")}
+        for name, curve in curves.items()
+        for seed in range(2)
+    ]
+    table = collect.table_of_passages(trainings, "labels").splitlines()[2:]
+    labels, mine, never = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
+    # means of the last five: .4 .5 .6 and .5 .7; the goal is .6
+    assert labels[:5] == ["labels", "2", "3 ± 0", "3 ± 0", ""]
+    assert mine[:5] == ["mine", "2", "3 ± 0", "3 ± 0", "+0.0"]  # the second, and the teacher's
+    assert never[3] == "reached by 0"
+
+
 def test_a_table_leaves_out_empty_columns_and_rows_of_too_few_seeds(collect):
     trainings = [
         {"name": name, "epochs": 2, "seed": seed, "val": 0.5, "core_seconds": None}

@@ -22,6 +22,12 @@ A table of pairs has the differences of test accuracy that are tested as one fam
     <!-- pairs judge.json "local - labels" "slice, maps - slice" -->
     <!-- /pairs -->
 
+A table of passages has the epochs until the mean of the last five validation accuracies of a
+training, its ``curve``, reaches that of the baseline's last five, its teacher's epochs counted:
+
+    <!-- passages hundred.json baseline=labels -->
+    <!-- /passages -->
+
 A table of ratios has what benchmarks measured, each in one run or two, and one of inference the
 entries of ``benchmarks/inference.py``:
 
@@ -41,9 +47,10 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from stages.compare.measures import Verdict, differences, spread
+from stages.compare.measures import Passages, Verdict, differences, first_passages, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
@@ -51,6 +58,10 @@ TABLE = re.compile(
     r"(<!-- table (?P<file>\S+)(?P<options>.*?) -->\n).*?(<!-- /table -->)", re.DOTALL
 )
 PAIRS = re.compile(r"(<!-- pairs (?P<file>\S+)(?P<pairs>.*?) -->\n).*?(<!-- /pairs -->)", re.DOTALL)
+PASSAGES = re.compile(
+    r"(<!-- passages (?P<file>\S+) baseline=(?P<baseline>\S+) -->\n).*?(<!-- /passages -->)",
+    re.DOTALL,
+)
 ENTRIES = re.compile(
     r"(<!-- (?P<kind>ratios|inference) (?P<file>\S+) -->\n).*?(<!-- /(?P=kind) -->)", re.DOTALL
 )
@@ -58,8 +69,9 @@ ENTRIES = re.compile(
 Training = dict[str, Any]
 
 
-def rows(results: dict[str, Any], facts: dict[str, Any]) -> list[Training]:
-    """The trainings of a comparison's ``results``; ``facts`` are the same for all."""
+def rows(results: dict[str, Any], facts: dict[str, Any], curves: bool = False) -> list[Training]:
+    """The trainings of a comparison's ``results``; ``facts`` are the same for all. With ``curves``
+    they have the validation accuracy after each epoch, and the epochs of a teacher."""
     trainings = []
     for row in results["rows"]:
         for run in row["runs"]:
@@ -72,6 +84,9 @@ def rows(results: dict[str, Any], facts: dict[str, Any]) -> list[Training]:
             }
             if run["test_acc"] is not None:
                 training["test"] = round(run["test_acc"], 4)
+            if curves:
+                training["teacher_epochs"] = run["phase_a_epochs"]
+                training["curve"] = [round(accuracy, 4) for accuracy in run["val_acc"]]
             teacher_seconds = run["phase_a_costs"].get("processor_seconds", 0)
             training["core_seconds"] = round(run["costs"]["processor_seconds"] + teacher_seconds)
             trainings.append(training)
@@ -99,11 +114,16 @@ def draw_tables(page: str) -> str:
         trainings = json.loads((DATA / match["file"]).read_text())
         return f"{match[1]}\n{table_of_pairs(trainings, pairs)}\n\n{match[4]}"
 
+    def drawn_passages(match: re.Match[str]) -> str:
+        trainings = json.loads((DATA / match["file"]).read_text())
+        return f"{match[1]}\n{table_of_passages(trainings, match['baseline'])}\n\n{match[4]}"
+
     def drawn_entries(match: re.Match[str]) -> str:
         entries = json.loads((DATA / match["file"]).read_text())
         draw = {"ratios": table_of_ratios, "inference": table_of_inference}[match["kind"]]
         return f"{match[1]}\n{draw(entries)}\n\n{match[4]}"
 
+    page = PASSAGES.sub(drawn_passages, page)
     return ENTRIES.sub(drawn_entries, PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page)))
 
 
@@ -146,6 +166,47 @@ def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> s
         cells = [name, other, str(len(points[name, other])), *difference_cells(verdict)]
         lines.append(f"| {' | '.join(cells)} | {verdict.verdict} |")
     return "\n".join(lines)
+
+
+def table_of_passages(trainings: list[Training], baseline: str) -> str:
+    """Markdown table of first passages: each row beside the baseline's trainings with the same
+    seeds. Holm's correction is for the epochs saved of all rows."""
+    groups: dict[str, dict[int, Any]] = {}
+    for training in sorted(trainings, key=lambda training: training["seed"]):
+        run = SimpleNamespace(val_acc=training["curve"], phase_a_epochs=training["teacher_epochs"])
+        groups.setdefault(training["name"], {})[training["seed"]] = run
+    reference = groups[baseline]
+    lines = []
+    saved = {}
+    for name, runs in groups.items():
+        seeds = sorted(runs.keys() & reference.keys())
+        of_row = [runs[seed] for seed in seeds]
+        of_reference = [reference[seed] for seed in seeds]
+        early, whole = (first_passages(of_row, of_reference, goal, True) for goal in (0.98, 1.0))
+        cells = [name, str(len(seeds)), epochs_cell(early), epochs_cell(whole)]
+        by_seed = [epochs for epochs in whole.saved_by_seed if epochs is not None]
+        if name != baseline and len(by_seed) == len(seeds):
+            saved[name] = by_seed
+        lines.append((name, cells))
+    verdicts = differences(saved)
+    head = ["row", "seeds", "epochs to 98 %", "to 100 %", "epochs saved", "95 % interval"]
+    head += ["Holm's p", ""]
+    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, cells in lines:
+        verdict = verdicts.get(name)
+        decided = "" if verdict is None else verdict.verdict
+        table.append(f"| {' | '.join([*cells, *difference_cells(verdict), decided])} |")
+    return "\n".join(table)
+
+
+def epochs_cell(passages: Passages) -> str:
+    """The mean number of epochs, a teacher's counted, or how many seeds reached the accuracy."""
+    epochs = passages.epochs_with_phase_a
+    if epochs.mean is None:
+        return f"reached by {passages.reached}"
+    if epochs.std is None:
+        return f"{epochs.mean:.0f}"
+    return f"{epochs.mean:.0f} ± {epochs.std:.0f}"
 
 
 def table(trainings: list[Training], baseline: str | None = None, least_seeds: int = 1) -> str:
@@ -235,6 +296,7 @@ def main() -> None:
     collecting.add_argument("--data", help="the data set's name in the rows", required=True)
     collecting.add_argument("--images", type=int, help="training images", required=True)
     collecting.add_argument("--command", help="what made the comparison", required=True)
+    collecting.add_argument("--curves", action="store_true", help="accuracies of all epochs")
     collecting.add_argument("--commit", help="of its code; default: what is checked out")
     drawing = verbs.add_parser("pages")
     drawing.add_argument("--check", action="store_true")
@@ -248,7 +310,11 @@ def main() -> None:
             "images": arguments.images,
         }
         comparisons = [json.loads(path.read_text()) for path in arguments.file]
-        trainings = [training for results in comparisons for training in rows(results, facts)]
+        trainings = [
+            training
+            for results in comparisons
+            for training in rows(results, facts, arguments.curves)
+        ]
         json.dump(trainings, sys.stdout, indent=1)
         return
 
