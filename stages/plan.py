@@ -16,7 +16,7 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.distillation import gaussian_teacher, vit_teacher
+from gaupipe.distillation import gaussian_teacher, local, vit_teacher
 from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import MapShape, planned_export
 from gaupipe.distillation.vit_teacher import build_model
@@ -25,7 +25,6 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.training.student import build_student, check_baseline
-from stages.phase_a import local
 from stages.runs.directory import settled
 from stages.runs.resources import (
     SMALLER,

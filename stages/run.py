@@ -23,7 +23,7 @@ from gaupipe.training.student import check_baseline
 from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
-from stages.runs.trained import load_student
+from stages.runs.trained import load_student, load_teacher
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def line_of_teacher(metrics: list[EpochMetrics], val_images: int) -> Line:
 def with_sizes(lines: list[Line], run_dir: Path, attention: str, data: ImageData) -> list[Line]:
     """The lines of a trained teacher, its student and the baseline, if there is one, with their
     parameters and speeds."""
-    job = phase_a.load(RunDirectory(run_dir), data)
+    job = load_teacher(RunDirectory(run_dir), data)
     models = [(job.teacher.model, job.teacher.takes.size)]
     for distilled in (True, False)[: len(lines) - 1]:
         student = load_student(run_dir, attention, distilled)

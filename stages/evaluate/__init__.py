@@ -31,11 +31,11 @@ from gaupipe.system.files import check_file
 from gaupipe.training.scores import Metrics, classification_metrics, predictions
 from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import class_names, saved_sha256
-from stages import phase_a, predict
+from stages import predict
 from stages.evaluate import confusion as figure
 from stages.evaluate.by_class import ByClass, by_class, labelled
 from stages.runs import kept_epochs, ranks
-from stages.runs.trained import TrainedStudent, check_data, load_student, open_maps
+from stages.runs.trained import TrainedStudent, check_data, load_student, load_teacher, open_maps
 
 
 class BesideTeacher(TypedDict, total=False):
@@ -191,7 +191,7 @@ def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> VitJob | str 
     if student.has_other_teacher:
         return "the student learned from another teacher than the run's"
     try:
-        job = phase_a.load(run, data)
+        job = load_teacher(run, data)
     except UserError as error:
         return str(error)
     return job if job.teacher.predicts else None
