@@ -23,7 +23,7 @@ from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.training.job import EpochPlan, Training, share_of_dropped_patches, student_training
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.student import build_student
+from gaupipe.training.student import untrained_student
 
 
 class LocalMaps(StoredGaussians):
@@ -148,7 +148,7 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> LocalJo
     ``students`` is False."""
     if students:
         train = without_predictions(settings).student_training
-        student = build_student(settings, data, train, "meta")
+        student = untrained_student(settings, data, train)
         local_maps(settings, student)
         build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
     return LocalJob(settings, data)
