@@ -172,8 +172,7 @@ def are_close(stored: np.ndarray, teachers: np.ndarray, encoding: str | None) ->
     stored = stored.astype(np.float32)
     teachers = teachers.astype(np.float32)
     if encoding != "uint8":
-        close: np.ndarray = np.isclose(stored, teachers, rtol=2**-8, atol=2**-10)
-        return close
+        return np.isclose(stored, teachers, rtol=2**-8, atol=2**-10)
     mean = np.isclose(stored[..., :2], teachers[..., :2], rtol=2**-8, atol=MEAN_STEP)
     one_code = np.expm1(LOG_STD_STEP) + 2**-8
     std = np.isclose(stored[..., 2:], teachers[..., 2:], rtol=one_code, atol=0)
