@@ -25,8 +25,8 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.maps.views import move_map
 from gaupipe.settings.augment import AugmentSettings, ResizedCropSettings
-from stages.phase_a import trained_vit as trained_teacher
 from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_teacher
 
 CROPS = ResizedCropSettings()
 
@@ -43,7 +43,7 @@ def main() -> None:
     run = RunDirectory(arguments.run_dir)
     settings = run.settings()
     data = load_data(settings.data)
-    job = trained_teacher.load(run, settings, data)
+    job = load_teacher(run, data)
     ids = np.arange(arguments.images)
     batches = Batches(data.train, data, job.device, len(ids))
 

@@ -1,12 +1,12 @@
 """Trains a small GPT on the characters of a text, once with each of gaupipe's attentions.
 
     python examples/language_model.py tinyshakespeare.txt --seeds 0 1 2 --out runs/language
-    python docs/language_table.py runs/language/trainings.json
 
 The attentions take turns, step by step, on the same batches: so their times compare although the
 machine does other things as well. All models have as many parameters as the one with standard
 attention, because the FFN shrinks by what an attention adds. The last tenth of the text is for
-validation. A seed that ``--out`` has is not trained again.
+validation. A seed that ``--out`` has is not trained again. ``trainings.json`` there is the file
+docs/results/data/language.json, from which ``docs/results/collect.py`` draws a table.
 
 B sequences, T characters, d width.
 """

@@ -89,8 +89,7 @@ def visible_and_own(
     queries = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_length, device=device) + kv_offset
     itself = queries.unsqueeze(-1) == keys
-    mask: Tensor = visible.to(torch.uint8) * VISIBLE + itself.to(torch.uint8) * OWN
-    return mask
+    return visible.to(torch.uint8) * VISIBLE + itself.to(torch.uint8) * OWN
 
 
 def attend(

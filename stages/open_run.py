@@ -19,7 +19,7 @@ from gaupipe.distillation.local import local_maps
 from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics, read_metrics
-from gaupipe.training.student import build_student
+from gaupipe.training.student import untrained_student
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_student
 
@@ -78,9 +78,7 @@ class Run:
         if self.settings.phase_a.is_local:
             if view is not None:
                 raise UserError(f"view={view}: the teacher local has the same maps for all views")
-            student = build_student(
-                self.settings, self.data, self.settings.student_training, "meta"
-            )
+            student = untrained_student(self.settings, self.data, self.settings.student_training)
             maps = local_maps(self.settings, student)
             image_ids = checked(ids, len(self.data.train), f"images in {self.directory.path}")
             return [

@@ -21,11 +21,11 @@ from gaupipe.teachers.vit import spread_of
 from gaupipe.training.job import Training, train
 from gaupipe.training.job import build as build_plain
 from gaupipe.training.student import build_student
-from stages import phase_a
 from stages.runs import kept_epochs, students
 from stages.runs.directory import RunDirectory
 from stages.runs.opening import opened
 from stages.runs.students import StudentRequest
+from stages.runs.trained import load_teacher
 
 
 def run(
@@ -65,7 +65,7 @@ def start(request: StudentRequest, data: ImageData, afresh: bool) -> Training:
     teacher = request.teacher
     job = build(settings, data, teacher, request.maps_url, afresh)
     if teacher is not None and settings.phase_b.warm_start != "none" and afresh:
-        vit = phase_a.load(teacher, data, with_images=False).teacher
+        vit = load_teacher(teacher, data, with_images=False).teacher
         how = settings.phase_b.warm_start
         weights = vit.weights()
         spread = None

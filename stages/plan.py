@@ -16,7 +16,7 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.distillation import gaussian_teacher, vit_teacher
+from gaupipe.distillation import gaussian_teacher, local, vit_teacher
 from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import MapShape, planned_export
 from gaupipe.distillation.vit_teacher import build_model
@@ -24,8 +24,7 @@ from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.training.student import build_student, check_baseline
-from stages.phase_a import local
+from gaupipe.training.student import check_baseline, untrained_student
 from stages.runs.directory import settled
 from stages.runs.resources import (
     SMALLER,
@@ -110,7 +109,7 @@ def run(
         train = settings.baseline_training
         if not plain:
             train = train.model_copy(update={"epochs": settings.baseline_epochs})
-        built = build_student(settings, data, train, "meta")
+        built = untrained_student(settings, data, train)
         stages["plain"] = plan_student(settings, built, data, "plain", train, world_size)
     for stage in stages.values():
         if "epochs" in stage:
@@ -141,7 +140,7 @@ def plan_phases(
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
     train = settings.student_training
-    built = build_student(settings, data, train, "meta")
+    built = untrained_student(settings, data, train)
     student = plan_student(settings, built, data, "distilled", train, world_size)
     if settings.phase_a.is_local:
         local.check(settings, data)

@@ -23,7 +23,7 @@ from gaupipe.training.student import check_baseline
 from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
-from stages.runs.trained import load_student
+from stages.runs.trained import load_student, load_teacher
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,13 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     attention = attention or settings.model.attention
     settings = settings.with_section("model", attention=attention)
     run_directory = RunDirectory(run_dir)
+    students = {True: how_distilled(settings)}
+    if settings.baseline.epochs != 0:
+        students[False] = "plain"
 
     def prepare() -> ImageData:
         data = load_data(run_directory.settled(settings).data, settings.download)
-        if settings.baseline.epochs != 0:
+        if False in students:
             check_baseline(settings, data)
         for distilled in (True, False):
             # a damaged student is refused before anything runs
@@ -64,29 +67,35 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
     export.ensure(run_dir, export=settings.export, data=data)
-    folder = run_directory.student(attention)
-    student = phase_b.run(run_dir, attention, resume=folder.exists(), data=data)
-    phase = settings.phase_b
-    weights_alone = phase.alpha == phase.gamma == 0 and phase.warm_start != "none"
-    made = "from the teacher" if weights_alone else "distilled"
-    images = len(data.val)
-    lines = [
-        line_of_teacher(teacher, images),
-        line(f"{attention}, {made}", student, folder, images),
-    ]
-    if settings.baseline.epochs != 0:
-        folder = run_directory.student(attention, distilled=False)
+    lines = [line_of_teacher(teacher, len(data.val))]
+    for distilled, how in students.items():
+        folder = run_directory.student(attention, distilled)
         begun = folder.exists()
-        plain = phase_b.run(run_dir, attention, resume=begun, distilled=False, data=data)
-        lines.append(line(f"{attention}, plain", plain, folder, images))
-        before = run_directory.student_settings(attention, distilled=False).baseline_training
-        if before.epochs < settings.baseline_epochs and distributed.is_main():
-            both = f"both phases have {settings.baseline_epochs} epochs"
-            print(f"gaupipe: {folder} is from before phase A: {both}", file=sys.stderr)
+        metrics = phase_b.run(run_dir, attention, resume=begun, distilled=distilled, data=data)
+        lines.append(line(f"{attention}, {how}", metrics, folder, len(data.val)))
+    if False in students and distributed.is_main():
+        say_if_shorter(run_directory, attention, settings.baseline_epochs)
     was_trained = teacher[-1]["epoch"] == 0 and not settings.phase_a.is_local
     if was_trained and distributed.is_main():  # which shows the table
         lines = with_sizes(lines, run_dir, attention, data)
     return lines
+
+
+def how_distilled(settings: Settings) -> str:
+    """How the student of phase B is made, in words."""
+    phase = settings.phase_b
+    if phase.alpha == phase.gamma == 0 and phase.warm_start != "none":
+        return "from the teacher"
+    return "distilled"
+
+
+def say_if_shorter(run: RunDirectory, attention: str, epochs: int) -> None:
+    """Says of a baseline that was trained before phase A that both phases have more ``epochs``."""
+    before = run.student_settings(attention, distilled=False).baseline_training
+    if before.epochs < epochs:
+        folder = run.student(attention, distilled=False)
+        both = f"both phases have {epochs} epochs"
+        print(f"gaupipe: {folder} is from before phase A: {both}", file=sys.stderr)
 
 
 def line_of_teacher(metrics: list[EpochMetrics], val_images: int) -> Line:
@@ -103,7 +112,7 @@ def line_of_teacher(metrics: list[EpochMetrics], val_images: int) -> Line:
 def with_sizes(lines: list[Line], run_dir: Path, attention: str, data: ImageData) -> list[Line]:
     """The lines of a trained teacher, its student and the baseline, if there is one, with their
     parameters and speeds."""
-    job = phase_a.load(RunDirectory(run_dir), data)
+    job = load_teacher(RunDirectory(run_dir), data)
     models = [(job.teacher.model, job.teacher.takes.size)]
     for distilled in (True, False)[: len(lines) - 1]:
         student = load_student(run_dir, attention, distilled)

@@ -21,7 +21,7 @@ from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import other_teacher
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
-from stages import phase_a
+from stages.runs import trained
 from stages.runs.directory import RunDirectory
 from store.encoding import LOG_STD_STEP, MEAN_STEP
 
@@ -105,7 +105,7 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob[Any]:
     directory = RunDirectory(run_dir)
     teacher = notes.teacher
     if directory.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
-        job = phase_a.load(directory)
+        job = trained.load_teacher(directory)
     else:
         settings = directory.settings()
         data = directory.load_data(settings)
@@ -172,8 +172,7 @@ def are_close(stored: np.ndarray, teachers: np.ndarray, encoding: str | None) ->
     stored = stored.astype(np.float32)
     teachers = teachers.astype(np.float32)
     if encoding != "uint8":
-        close: np.ndarray = np.isclose(stored, teachers, rtol=2**-8, atol=2**-10)
-        return close
+        return np.isclose(stored, teachers, rtol=2**-8, atol=2**-10)
     mean = np.isclose(stored[..., :2], teachers[..., :2], rtol=2**-8, atol=MEAN_STEP)
     one_code = np.expm1(LOG_STD_STEP) + 2**-8
     std = np.isclose(stored[..., 2:], teachers[..., 2:], rtol=one_code, atol=0)

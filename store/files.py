@@ -146,8 +146,7 @@ class Files:
             "recheck_cached_metadata": False,
         }
         context = ts.Context({**self._context, "cache_pool": {"total_bytes_limit": cache_bytes}})
-        array: ts.TensorStore = self.wait(ts.open(spec, open=True, context=context))
-        return array
+        return self.wait(ts.open(spec, open=True, context=context))
 
     def _flush_folders(self, top: Path, keys: Iterable[str]) -> None:
         """tensorstore flushes a file and the entry in its folder; the folders above may be new

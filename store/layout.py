@@ -255,8 +255,7 @@ def _shared_axes(name: str, dimensions: int) -> list[str]:
 
 def read_metadata(files: Files, manifest: Manifest, name: str) -> dict[str, Any]:
     """The zarr.json of one array. Raises DamagedStore when any bit of it has changed."""
-    metadata: dict[str, Any] = json.loads(read_checked(files, manifest, f"{name}/{ROOT}"))
-    return metadata
+    return json.loads(read_checked(files, manifest, f"{name}/{ROOT}"))
 
 
 def read_decoder(files: Files, manifest: Manifest) -> dict[str, np.ndarray]:

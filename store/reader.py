@@ -225,10 +225,9 @@ class Store:
     def _wait(self, name: str, ids: np.ndarray, future: Any) -> np.ndarray:
         """Waits for a read of these images of an array."""
         try:
-            values: np.ndarray = future.result()
+            return future.result()
         except ValueError as error:
             raise self._find_damage(name, ids, error) from None
-        return values
 
     @functools.cached_property
     def _finished(self) -> np.ndarray:

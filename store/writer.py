@@ -183,8 +183,7 @@ def encode_shard(metadata: dict[str, Any], key: str, shard: Shard, values: np.nd
     spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}
     array: Any = ts.open(spec, create=True, context=ts.Context()).result()
     array[shard.start : shard.stop].write(values).result()
-    encoded: bytes = array.kvstore.read(key).result().value
-    return encoded
+    return array.kvstore.read(key).result().value
 
 
 def create(

@@ -21,9 +21,9 @@ from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings.load import load
 from killing import KILLED, InWrite, exit_code
-from stages import phase_a
 from stages.export.writing import loss_line
 from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_teacher
 from stores import write_pending
 
 
@@ -118,7 +118,7 @@ def test_an_export_says_its_size_first_and_its_speed_last(run, in_process):
 
 
 def test_what_is_stored_is_the_teachers(trained):
-    job = phase_a.load(RunDirectory(trained))
+    job = load_teacher(RunDirectory(trained))
     ids = np.array([199, 3, 3, 77])
     stored = store.open(trained / "maps.zarr", dataset_sha256=job.data.sha256).gather(ids)
     own = job.teacher.gaussians(job.parameters(torch.from_numpy(ids))).detach()
@@ -252,7 +252,7 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
         "phase_a.compression={embedding: 8, hidden: 16}",
     )
     assert in_process("export-maps", "--run-dir", run)[0] == 0
-    maps, job = store.open(run / "maps.zarr"), phase_a.load(RunDirectory(run))
+    maps, job = store.open(run / "maps.zarr"), load_teacher(RunDirectory(run))
     ids = torch.tensor([7, 0, 199])
     read = MAP_KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
     torch.testing.assert_close(

@@ -20,7 +20,7 @@ from gaupipe.data.loader import Loader, fetch
 from gaupipe.data.splits import load_data
 from gaupipe.distillation import gaussian_teacher
 from gaupipe.distillation.gaussian_teacher import TeacherLoss
-from gaupipe.distillation.job import StudentLosses, map_reader
+from gaupipe.distillation.job import MapReader, StudentLosses
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings.load import load
 from gaupipe.teachers.image_state import ImageState
@@ -94,7 +94,7 @@ def test_a_step_of_a_student(student_job, gpu):
             maps = store.open(job.source_of_maps[0])
             stored = maps.gather(np.arange(settings.data.batch_size))
         read = SimpleNamespace(prefetch=lambda _: iter([stored]))
-        teacher_maps = map_reader(maps, student, settings.phase_b, CUDA)
+        teacher_maps = MapReader(maps, student, settings.phase_b, CUDA)
         losses = StudentLosses(student, settings, teacher_maps)
     training, _ = train_and_val(job.data, settings.data, CUDA)
     batch = next(training.epoch(0, Augment(job.augment, 0), read))

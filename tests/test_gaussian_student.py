@@ -22,6 +22,7 @@ from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
 from stages import phase_a, phase_b
 from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_teacher
 
 PRIOR = {"attention": "standard", "attention_options": {"prior": True}}
 
@@ -110,7 +111,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     write_store(run_dir)
     run, data = RunDirectory(run_dir), load_data(load("digits_expected").data)
     job = phase_b.build(run.settings(), data, run)
-    loaded = phase_a.load(run, data)
+    loaded = load_teacher(run, data)
     hand_over(job.student, loaded.teacher.weights())
     batch = next(loaded.batches(data.val).in_order())
     expected, _maps = loaded.forward_with_maps(batch, torch.Generator())

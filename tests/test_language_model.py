@@ -6,7 +6,6 @@ import re
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -149,35 +148,3 @@ def test_kept_memory_is_what_autograd_holds(example):
         parameters=layer.parameters, loss=lambda x, y: (layer(x) ** 2).sum()
     )
     assert module.kept_for_backward(model, torch.randn(7, 3), None) == 4 * (7 * 3 + 7 * 5)
-
-
-@pytest.fixture
-def language_table(script):
-    return script("docs/language_table.py").table
-
-
-def test_the_table_pairs_losses_by_seed(language_table):
-    def training(name, seed, val, seconds):
-        numbers = dict(train=1, parameters=1000, step_seconds=seconds, step_bytes=2e6)
-        return dict(name=name, seed=seed, val=val, **numbers)
-
-    losses = {"standard": [2.0, 3.0, 4.0], "belief": [1.9, 2.8, 3.7]}
-    trainings = [
-        training(name, seed, losses[name][seed], seconds)
-        for seed in (2, 0, 1)
-        for name, seconds in (("standard", 0.01), ("belief", 0.015))
-    ]
-    gains = np.subtract(losses["belief"], losses["standard"])
-    half = 4.302653 * gains.std(ddof=1) / 3**0.5  # of t with two degrees of freedom
-    [row] = [line for line in language_table(trainings) if line.startswith("| belief ")]
-    cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells[1:5] == ["1,000", "1.000 ± 0.000", "2.800 ± 0.900", "-0.200"]
-    assert cells[5] == f"{-0.2 - half:+.3f} to {-0.2 + half:+.3f}"
-    assert cells[7:] == ["15.0", "1.50", "2.0"]
-
-
-def test_the_page_has_the_table_of_the_raw_file(language_table):
-    raw = json.loads((ROOT / "docs" / "results" / "data" / "language.json").read_text())
-    assert "\n".join(language_table(raw)) in (ROOT / "docs" / "which-attention.md").read_text()
-    keys = {"name", "command", "commit", "data", "images", "epochs", "seed", "val", "core_seconds"}
-    assert all(keys <= training.keys() for training in raw)

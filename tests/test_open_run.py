@@ -16,6 +16,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from stages import phase_a
+from stages.runs.trained import load_teacher
 
 PAGE = Path(__file__).parent.parent / "docs" / "own-loop.md"
 
@@ -107,7 +108,7 @@ def test_a_view_and_its_maps_belong_together(tmp_path):
     run = gaupipe.open_run(tmp_path / "run")
     with pytest.raises(UserError, match=r"3 views of each image.*maps\(ids, view=0\)"):
         run.maps([5])
-    teacher = phase_a.load(run.directory).teacher
+    teacher = load_teacher(run.directory).teacher
     ids = range(8)
     for view in range(3):
         maps = teacher.forward_with_maps(run.images(ids, view=view))[1].maps()[:, 0]

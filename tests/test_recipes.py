@@ -14,7 +14,7 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load, read_yaml, shipped
 from gaupipe.training.job import training_state
-from gaupipe.training.student import build_student
+from gaupipe.training.student import untrained_student
 from gaupipe.training.update import Update
 from stages import phase_b
 from stages.compare.rows import Row, default_rows, resolve, sweep_rows
@@ -72,7 +72,7 @@ def counts(name: str, sweep: str) -> dict[str, int]:
     base = load(name)
     data = data_of(name, base)
     return {
-        row.name: count_parameters(build_student(settings, data, settings.train, "meta"))
+        row.name: count_parameters(untrained_student(settings, data, settings.train))
         for row, settings in resolved(base, sweep)
     }
 
@@ -108,7 +108,7 @@ def test_the_experiments_are_the_papers():
     settings = load("attentionx_vit_small")
     assert (settings.train.optim.lr, settings.train.optim.args) == (1e-4, {})
     data = data_of("attentionx_vit_small", settings)
-    model = build_student(settings, data, settings.train, "meta")
+    model = untrained_student(settings, data, settings.train)
     assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
 
 

@@ -7,6 +7,7 @@ import re
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stages.compare.measures import difference
@@ -92,6 +93,27 @@ def test_a_table_leaves_out_empty_columns_and_rows_of_too_few_seeds(collect):
         "|---|---|---|---|",
         "| labels | 2 | 2 | 50.0 ± 0.0 |",
     ]
+
+
+def test_a_table_of_losses_pairs_them_by_seed(collect):
+    def training(name, seed, val, seconds):
+        numbers = dict(train=1, parameters=1000, step_seconds=seconds, step_bytes=2e6)
+        return dict(name=name, seed=seed, val=val, **numbers)
+
+    losses = {"standard": [2.0, 3.0, 4.0], "belief": [1.9, 2.8, 3.7]}
+    trainings = [
+        training(name, seed, losses[name][seed], seconds)
+        for seed in (2, 0, 1)
+        for name, seconds in (("standard", 0.01), ("belief", 0.015))
+    ]
+    gains = np.subtract(losses["belief"], losses["standard"])
+    half = 4.302653 * gains.std(ddof=1) / 3**0.5  # of t with two degrees of freedom
+    lines = collect.table_of_losses(trainings).splitlines()
+    [row] = [line for line in lines if line.startswith("| belief ")]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[1:5] == ["1,000", "1.000 ± 0.000", "2.800 ± 0.900", "-0.200"]
+    assert cells[5] == f"{-0.2 - half:+.3f} to {-0.2 + half:+.3f}"
+    assert cells[7:] == ["15.0", "1.50", "2.0"]
 
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.name)

@@ -18,15 +18,15 @@ from gaupipe.settings import OptimSettings, Settings
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.student import build_student
+from gaupipe.training.student import build_student, untrained_student
 from gaupipe.vit.stem import ConvPatchEmbed
 
 PICO = "gauvit_pico_patch2_8"
 DIGITS = SimpleNamespace(image_size=8, channels=1, num_classes=10)
 
 
-def student_of(settings: Settings, device: str | None = None) -> VisionTransformer:
-    return build_student(settings, DIGITS, settings.student_training, device)
+def student_of(settings: Settings) -> VisionTransformer:
+    return build_student(settings, DIGITS, settings.student_training)
 
 
 def random_vit(**kwargs) -> VisionTransformer:
@@ -120,7 +120,7 @@ def test_student_baseline_and_trained_teachers_have_the_stem():
     teacher = build_teacher(settings, DIGITS)
     for vit in (
         student_of(settings),
-        student_of(settings, "meta"),
+        untrained_student(settings, DIGITS, settings.student_training),
         vit_teacher.build_model(settings, DIGITS),
         teacher.vit,
     ):

@@ -41,6 +41,7 @@ from stages.publish import folder as publish
 from stages.run import run as run_all
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_teacher
 from stages.verify import against_teacher
 from stages.view.serve import open_viewer
 from viewing import unpacked
@@ -340,7 +341,7 @@ def test_a_warm_start_takes_queries_and_keys_too(run):
     data = load_data(settings.data)
     write_store(run, {"kind": "topk"})
     job = phase_b.build(settings, data, RunDirectory(run))
-    teacher = phase_a.load(RunDirectory(run), data).teacher
+    teacher = load_teacher(RunDirectory(run), data).teacher
     warm_start(job.student, teacher.weights())
     images = first_images(run, 8)
     torch.testing.assert_close(job.student.eval()(images), teacher(images))
@@ -577,7 +578,7 @@ def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
         features = model(next(batches.in_order()).images).numpy()
         views = batches.views(np.arange(240), Augment(settings.augment, 0), 2)
         view_features = model(next(views).images).numpy()
-    job = phase_a.load(RunDirectory(tmp_path / "next"), data)
+    job = load_teacher(RunDirectory(tmp_path / "next"), data)
     probe = job.probe  # as phase A stored it
     again = fit_probe(job)
     for name, value in vars(again).items():
@@ -601,14 +602,14 @@ def test_the_probe_of_phase_a_is_read_by_the_export(run, tmp_path, in_process, m
     phase_a.run(settings, tmp_path / "next")
     stored = tmp_path / "next" / "phase_a" / "probe.pt"
     with monkeypatch.context() as patch:
-        patch.setattr("stages.phase_a.trained_vit.fit_probe", None)  # not called
+        patch.setattr("gaupipe.distillation.vit_teacher.fit_probe", None)  # not called
         write_store(tmp_path / "next")
     whole = stored.read_bytes()
     saved = torch.load(stored, weights_only=True)
     folds = whole.index(saved["probe"]["folds"].numpy().tobytes())
     saved["source"]["seed"] = 1  # of another run
     torch.save(saved, stored)
-    assert phase_a.load(RunDirectory(tmp_path / "next")).probe is None
+    assert load_teacher(RunDirectory(tmp_path / "next")).probe is None
     stored.write_bytes(whole[:folds] + bytes([whole[folds] ^ 1]) + whole[folds + 1 :])
     command = ["export-maps", "--run-dir", str(tmp_path / "next"), "--overwrite"]
     code, _out, err = in_process(*command)

@@ -35,6 +35,12 @@ entries of ``benchmarks/inference.py``:
     <!-- /ratios -->
     <!-- inference inference.json -->
     <!-- /inference -->
+
+A table of losses is of the trainings of ``examples/language_model.py``, whose ``val`` is no
+accuracy, and is subtracted from that of standard attention:
+
+    <!-- losses language.json -->
+    <!-- /losses -->
 """
 
 from __future__ import annotations
@@ -63,7 +69,8 @@ PASSAGES = re.compile(
     re.DOTALL,
 )
 ENTRIES = re.compile(
-    r"(<!-- (?P<kind>ratios|inference) (?P<file>\S+) -->\n).*?(<!-- /(?P=kind) -->)", re.DOTALL
+    r"(<!-- (?P<kind>ratios|inference|losses) (?P<file>\S+) -->\n).*?(<!-- /(?P=kind) -->)",
+    re.DOTALL,
 )
 
 Training = dict[str, Any]
@@ -120,8 +127,7 @@ def draw_tables(page: str) -> str:
 
     def drawn_entries(match: re.Match[str]) -> str:
         entries = json.loads((DATA / match["file"]).read_text())
-        draw = {"ratios": table_of_ratios, "inference": table_of_inference}[match["kind"]]
-        return f"{match[1]}\n{draw(entries)}\n\n{match[4]}"
+        return f"{match[1]}\n{DRAWERS[match['kind']](entries)}\n\n{match[4]}"
 
     page = PASSAGES.sub(drawn_passages, page)
     return ENTRIES.sub(drawn_entries, PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page)))
@@ -147,6 +153,52 @@ def table_of_inference(entries: list[dict[str, Any]]) -> str:
         cells = [entry["title"], f"{entry['parameters']:,}", speed, f"{entry['onnx_kb']:,}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def table_of_losses(trainings: list[Training]) -> str:
+    """Markdown table of language models, an attention each. The difference is to standard attention
+    with the same seed; Holm's correction is for all rows of the table."""
+    attentions: dict[str, list[Training]] = {}
+    for training in sorted(trainings, key=lambda training: training["seed"]):
+        attentions.setdefault(training["name"], []).append(training)
+    standard = attentions["standard"]
+    verdicts = differences(
+        {
+            name: [run["val"] - other["val"] for run, other in zip(runs, standard, strict=True)]
+            for name, runs in attentions.items()
+            if name != "standard"
+        }
+    )
+    lines = [
+        "| attention | parameters | training loss | validation loss | difference "
+        "| 95 % interval | Holm's p | step, ms | ratio | memory, MB |",
+        "|---" * 10 + "|",
+    ]
+    for name, runs in attentions.items():
+        milliseconds = mean_milliseconds(runs)
+        cells = [
+            name,
+            f"{runs[0]['parameters']:,}",
+            mean_and_std([run["train"] for run in runs], 3),
+            mean_and_std([run["val"] for run in runs], 3),
+            *difference_cells(verdicts.get(name), 3),
+            f"{milliseconds:.1f}",
+            f"{milliseconds / mean_milliseconds(standard):.2f}",
+            f"{runs[0]['step_bytes'] / 1e6:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def mean_milliseconds(runs: list[Training]) -> float:
+    return 1000 * statistics.fmean(run["step_seconds"] for run in runs)
+
+
+DRAWERS = {
+    "ratios": table_of_ratios,
+    "inference": table_of_inference,
+    "losses": table_of_losses,
+}
 
 
 def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> str:
@@ -230,10 +282,10 @@ def table(trainings: list[Training], baseline: str | None = None, least_seeds: i
     rows_of_cells = []
     for key, runs in groups.items():
         name, epochs = key
-        cells = [name, str(epochs), str(len(runs)), mean_and_std(runs, "val")]
+        cells = [name, str(epochs), str(len(runs)), mean_and_std(percents(runs, "val"))]
         if baseline is not None:
             cells += difference_cells(verdicts.get(key))
-        cells.append(mean_and_std(runs, "test"))
+        cells.append(mean_and_std(percents(runs, "test")))
         seconds = [run["core_seconds"] for run in runs if run["core_seconds"] is not None]
         cells.append(f"{statistics.mean(seconds):,.0f}" if seconds else "")
         rows_of_cells.append(cells)
@@ -261,25 +313,30 @@ def gains(
     return result
 
 
-def difference_cells(verdict: Verdict | None) -> list[str]:
+def difference_cells(verdict: Verdict | None, digits: int = 1) -> list[str]:
     """Difference, interval and Holm's p; empty where there is nothing to compare."""
     if verdict is None:
         return ["", "", ""]
-    points = f"{verdict.mean:+.1f}"
+    mean = f"{verdict.mean:+.{digits}f}"
     if verdict.p is None:
-        return [points, "", ""]
-    return [points, f"{verdict.low:+.1f} to {verdict.high:+.1f}", f"{verdict.holm:.3f}"]
+        return [mean, "", ""]
+    interval = f"{verdict.low:+.{digits}f} to {verdict.high:+.{digits}f}"
+    return [mean, interval, f"{verdict.holm:.3f}"]
 
 
-def mean_and_std(runs: list[Training], key: str) -> str:
-    """Mean and standard deviation of accuracies, in percent."""
-    shares = [100 * run[key] for run in runs if run.get(key) is not None]
-    if not shares:
+def percents(runs: list[Training], key: str) -> list[float]:
+    """The accuracies of the runs that have them."""
+    return [100 * run[key] for run in runs if run.get(key) is not None]
+
+
+def mean_and_std(numbers: list[float], digits: int = 1) -> str:
+    """Mean and standard deviation; empty where there is no number."""
+    if not numbers:
         return ""
-    result = spread(shares)
+    result = spread(numbers)
     if result.std is None:
-        return f"{result.mean:.1f}"
-    return f"{result.mean:.1f} ± {result.std:.1f}"
+        return f"{result.mean:.{digits}f}"
+    return f"{result.mean:.{digits}f} ± {result.std:.{digits}f}"
 
 
 def checked_out() -> str:

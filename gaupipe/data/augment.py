@@ -311,8 +311,7 @@ def shifted(images: Tensor, shifts: np.ndarray) -> Tensor:
     x, y = torch.from_numpy(shifts + margin).to(images.device).unbind(-1)
     # every part of a padded image that is as large as the image, without a copy
     parts = F.pad(images, [margin]).unfold(2, height, 1).unfold(3, width, 1)
-    views: Tensor = parts[torch.arange(len(images), device=images.device), :, y, x]
-    return views
+    return parts[torch.arange(len(images), device=images.device), :, y, x]
 
 
 def mirrored(images: Tensor, flips: np.ndarray) -> Tensor:

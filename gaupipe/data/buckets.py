@@ -28,13 +28,11 @@ class Buckets:
 
     def of(self, image_ids: np.ndarray) -> np.ndarray:
         """The bucket of each image id."""
-        buckets: np.ndarray = image_ids // BLOCK % self.count
-        return buckets
+        return image_ids // BLOCK % self.count
 
     def positions(self, image_ids: np.ndarray) -> np.ndarray:
         """The place of each image id among the members of its bucket."""
-        positions: np.ndarray = image_ids // (BLOCK * self.count) * BLOCK + image_ids % BLOCK
-        return positions
+        return image_ids // (BLOCK * self.count) * BLOCK + image_ids % BLOCK
 
     def sizes(self) -> np.ndarray:
         """Images in each bucket, int64 [P]."""
@@ -82,8 +80,7 @@ class Buckets:
         """Images in each whole batch of an epoch, over all ranks."""
         if self.count == 1:
             return [len(ids) for ids in slices(np.arange(self.images), batch_size)]
-        sizes: list[int] = np.diff(self._bounds(batch_size).sum(0)).tolist()
-        return sizes
+        return np.diff(self._bounds(batch_size).sum(0)).tolist()
 
     def _bounds(self, batch_size: int) -> np.ndarray:
         """Beginning of the share of each batch in each bucket: int64 [P, steps + 1]."""

@@ -109,8 +109,7 @@ def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
 
     if not alpha:  # nobody reads them
         return draws
-    shares: np.ndarray = betaincinv(alpha, alpha, draws)
-    return shares
+    return betaincinv(alpha, alpha, draws)
 
 
 def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int]) -> np.ndarray:

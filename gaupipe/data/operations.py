@@ -18,8 +18,7 @@ def _enhanced(adjust: Callable[[Tensor, float], Tensor]) -> Operation:
 
 def _affine(images: Tensor, **changes: Any) -> Tensor:
     unchanged = {"angle": 0.0, "translate": [0, 0], "scale": 1.0, "shear": [0.0, 0.0]}
-    views: Tensor = F.affine(images, **(unchanged | changes))
-    return views
+    return F.affine(images, **(unchanged | changes))
 
 
 def _sheared(images: Tensor, x: float, y: float) -> Tensor:

@@ -93,7 +93,6 @@ def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path]
             image = read_rgb(file)
         if grey:
             image = image.convert("L")
-        pixels: Tensor = to_tensor(image)
-        return pixels
+        return to_tensor(image)
 
     return read

@@ -44,8 +44,7 @@ class Split:
     @property
     def labels(self) -> np.ndarray:
         """Labels [N] int64 in the order of the image ids."""
-        labels: np.ndarray = self.source.labels[self.positions]
-        return labels
+        return self.source.labels[self.positions]
 
     def evenly_spaced(self, count: int) -> np.ndarray:
         """``count`` image ids from the first to the last, int64; all of them where there are
@@ -57,8 +56,7 @@ class Split:
         source where the images are in no files."""
         if isinstance(self.source, FileImages):
             return [self.source.names[position] for position in self.positions]
-        positions: list[int] = self.positions.tolist()
-        return positions
+        return self.positions.tolist()
 
     def path(self, image_id: int) -> str:
         """The path of an image's file; the image id where the images are in no files."""

@@ -17,6 +17,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.buckets import Buckets
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation.student import check_student
 from gaupipe.distillation.teacher import TeacherJob, ending, identity
 from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
@@ -156,6 +157,17 @@ def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> 
             yield teacher.predict(batch.images, gaussians, passes, generator), batch.labels
 
     return score(predictions())
+
+
+def check(settings: Settings, data: ImageData, students: bool = True) -> Teacher:
+    """The teacher before its training, on the meta device: what does not fit is said before it is
+    allocated. Raises UserError for settings that do not fit, those of its students too unless
+    ``students`` is False."""
+    with torch.device("meta"):
+        teacher = build_teacher(settings, data)
+    if students:
+        check_student(settings, data, teacher, teacher.weights())
+    return teacher
 
 
 def build(

@@ -79,21 +79,26 @@ class StudentLosses(LabelLosses):
         return replace(losses, loss=loss, loss_feat=loss_feat, loss_soft=loss_soft)
 
 
-def map_reader(
-    maps: store.Store, student: VisionTransformer, phase: PhaseBSettings, device: torch.device
-) -> Callable[[Batch], TeacherMaps]:
-    """A function that gives the stored attention of a batch, on the device, moved and mixed as its
-    images were."""
-    layers = layer_map(phase, len(student.blocks), maps.schema.layers)
-    read = MAP_KINDS[maps.schema.kind].reader(maps, device)
-    grid = tuple(student.patch_embed.grid_size)
+class MapReader:
+    """Gives the stored attention of a batch, on the device, moved and mixed as its images were.
+    ``layers`` has for each block of the student the stored one that it is compared with."""
 
-    def teacher_maps(batch: Batch) -> TeacherMaps:
+    def __init__(
+        self,
+        maps: store.Store,
+        student: VisionTransformer,
+        phase: PhaseBSettings,
+        device: torch.device,
+    ) -> None:
+        self.layers = layer_map(phase, len(student.blocks), maps.schema.layers)
+        self.heads = phase.head_map
+        self.grid = tuple(student.patch_embed.grid_size)
+        self.read = MAP_KINDS[maps.schema.kind].reader(maps, device)
+
+    def __call__(self, batch: Batch) -> TeacherMaps:
         assert batch.stored is not None  # read with the images, from the same store
-        stored = read(batch.stored)
-        return TeacherMaps(stored, layers, grid, phase.head_map, batch.geometry, batch.mixed)
-
-    return teacher_maps
+        stored = self.read(batch.stored)
+        return TeacherMaps(stored, self.layers, self.grid, self.heads, batch.geometry, batch.mixed)
 
 
 def build(
@@ -110,7 +115,7 @@ def build(
     check_fit(student, maps.schema, phase, maps.url)
     check_targets(maps.schema, settings, maps.url)
     epochs = plan_epochs(settings, maps)
-    losses = StudentLosses(student, settings, map_reader(maps, student, phase, device))
+    losses = StudentLosses(student, settings, MapReader(maps, student, phase, device))
     remarks = remarks_on_patches(train, epochs) + remarks_on_maps(settings, maps.schema, student)
     job = student_training(settings, data, device, student, train, losses, epochs, remarks)
     return replace(

@@ -6,6 +6,7 @@ Axis letters: H heads, T tokens on a grid (h, w).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -21,6 +22,8 @@ from gaupipe.maps.gaussians import local_axes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.training.job import EpochPlan, Training, share_of_dropped_patches, student_training
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.student import untrained_student
 
 
 class LocalMaps(StoredGaussians):
@@ -130,3 +133,22 @@ def build(
     teacher = described(settings.phase_a)
     remarks = [f"the teacher local has {teacher}; it predicts nothing, so phase_b.alpha is 0"]
     return student_training(settings, data, device, student, train, losses, epochs, remarks)
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """The teacher on the data of a run."""
+
+    settings: Settings
+    data: ImageData
+
+
+def check(settings: Settings, data: ImageData, students: bool = True) -> LocalJob:
+    """The teacher of the settings. Raises UserError for what phase B could not do with it, unless
+    ``students`` is False."""
+    if students:
+        train = without_predictions(settings).student_training
+        student = untrained_student(settings, data, train)
+        local_maps(settings, student)
+        build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
+    return LocalJob(settings, data)

@@ -212,8 +212,7 @@ class FeatureLoss:
 
         def attend(layer: int, attention: Any, tokens: Tensor) -> Tensor:
             if teacher.layers[layer] is None:
-                update: Tensor = attention(tokens)
-                return update
+                return attention(tokens)
             steps = self.attentions[layer]
             q, k, v = steps.project(tokens)  # [B, H, prefix + T, d_m] each
             compare = self.compare_fused if self.fused else self.compare_maps

@@ -13,7 +13,7 @@ from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.student import build_student
+from gaupipe.training.student import untrained_student
 from gaupipe.vit.slicing import evenly_spaced
 
 
@@ -63,7 +63,7 @@ def check_student(settings: Settings, data: ImageData, teacher: Any, weights: An
     phase = settings.phase_b
     shape = MapShape.of(teacher)
     train = settings.student_training
-    student = build_student(settings, data, train, "meta")
+    student = untrained_student(settings, data, train)
     export = planned_export(settings, teacher, shape, MapShape.of(student))
     check_fit(student, shape.stored(export), phase, "the teacher")
     if phase.warm_start != "none":

@@ -25,7 +25,7 @@ from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.teachers.vit import VitTeacher, as_taken
 from gaupipe.training.state import Identity
-from gaupipe.training.student import build_student
+from gaupipe.training.student import untrained_student
 
 MOST_NUMBERS = 10**8
 """Of the maps of a batch from a trained ViT, all blocks together; each takes 4 bytes, or 8 with
@@ -55,7 +55,7 @@ class TeacherJob(Generic[Kind]):
     def student_shape(self) -> MapShape | None:
         """The shape of the maps of the student that the settings describe."""
         train = self.settings.student_training
-        return MapShape.of(build_student(self.settings, self.data, train, "meta"))
+        return MapShape.of(untrained_student(self.settings, self.data, train))
 
     def batches(self, split: Split, batch_size: int | None = None) -> Batches:
         """Batches of a split, as the teacher takes its images, by default of the size for

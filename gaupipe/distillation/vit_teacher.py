@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,22 @@ from typing import Any
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
+from gaupipe.data.folder import say_once
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation.probe import check_probe, fit_probe
+from gaupipe.distillation.student import check_student
 from gaupipe.distillation.teacher import TeacherJob, identity
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.settings.load import parse
 from gaupipe.settings.sections import LOCAL
+from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.pretrained import load_vit
-from gaupipe.teachers.vit import VitTeacher
+from gaupipe.teachers.vit import VitTeacher, parts_of_teachers, weights_of_patches
 from gaupipe.training.job import EpochPlan, LabelLosses, Training
+from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model
 from gaupipe.vit.build import build_vit
 
@@ -119,3 +125,74 @@ def other_teacher(
     settings = settings.with_section("phase_a", **changes, per_image="table")
     settings = settings.model_copy(update={"download": download})
     return build(settings, data)
+
+
+def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | Training:
+    """The teacher that the settings name, or the training of a new one. Raises UserError for what
+    neither phase could do with it, or, without ``students``, phase A."""
+    if settings.phase_a.teacher == "vit":
+        vit = build_model(settings, data, "meta")
+        if students:
+            check_student(settings, data, vit, weights_of_patches(vit))
+        build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
+        return build_training(settings, data)
+    job = build(settings, data)
+    if students:
+        warm = settings.phase_b.warm_start != "none"
+        weights = job.teacher.weights() if warm else {}
+        check_student(settings, data, job.teacher, weights)
+        if settings.phase_b.alpha and not job.teacher.predicts:
+            check_probe(data)
+    return job
+
+
+def probe_where_others_are_predicted(job: TeacherJob[Any]) -> None:
+    """Gives a teacher that does not predict the classes of the data set a linear probe, if it has
+    none yet, and says how good it is; or why there is none, where phase B can do without.
+    Collective. Raises UserError where phase B cannot."""
+    vit = job.teacher
+    data = job.data
+    if not isinstance(vit, VitTeacher) or vit.predicts:
+        return
+    classes = vit.model.num_classes
+    other = f"its {classes} classes are not the" if classes else "has no head for the"
+    start = f"gaupipe: {vit.name}: {other} {vit.num_classes} of {data.name}"
+    try:
+        if job.probe is None:
+            job.probe = fit_probe(job)
+    except UserError as error:
+        if job.settings.phase_b.alpha:
+            raise
+        line = f"{start}: its maps are taken without predictions ({error})"
+    else:
+        line = (
+            f"{start}: a linear probe on its features predicts them: "
+            f"{100 * job.probe.accuracy:.1f} % of the validation images"
+        )
+    if distributed.is_main():
+        print(line, file=sys.stderr)
+
+
+def say_what_students_lack(job: TeacherJob[Any]) -> None:
+    """Says of a teacher with parts that its student has not that its maps may not help."""
+    if isinstance(job.teacher, VitTeacher) and distributed.is_main():
+        parts = parts_of_teachers(job.teacher.model)
+        if parts:
+            say_once(
+                f"gaupipe: {job.teacher.name}: has {' and '.join(parts)}, which its student lacks: "
+                "students of such teachers lost up to 5 points (arXiv 2605.07191); compare with "
+                "the same ViT without a teacher"
+            )
+
+
+def say_own_head(job: VitJob, accuracy: float) -> None:
+    """Says how good the teacher's own predictions are, and how its classes were matched."""
+    config = getattr(job.teacher.model, "pretrained_cfg", None) or {}
+    names = config.get("label_names")
+    how = "by name" if names and job.data.class_names else "by number"
+    if distributed.is_main():
+        print(
+            f"gaupipe: {job.teacher.name}: its own head predicts the classes, matched {how}: "
+            f"{100 * accuracy:.1f} % of the validation images",
+            file=sys.stderr,
+        )

@@ -77,8 +77,7 @@ def sample(gaussians: Tensor, noise: Tensor) -> Tensor:
     """One point (x, y) [..., 2] from each Gaussian [..., 4] (*eq. 5*); ``noise`` [..., 2] is
     standard normal."""
     mean, std = gaussians.split(2, dim=-1)
-    point: Tensor = mean + std * noise
-    return point
+    return mean + std * noise
 
 
 def point_axes(points: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -67,8 +67,8 @@ def _for_model(tree: Tree, given: Tree) -> Tree:
 
 def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. What is set
-    in ``train`` no longer differs in ``phase_b`` and ``baseline``, unless set there too. Raises
-    UserError for text that is no such setting."""
+    in ``train`` holds for ``phase_b`` and ``baseline`` too, unless set there. Raises UserError for
+    text that is no such setting."""
     given: Tree = {}
     for override in overrides:
         _apply(given, override)
@@ -79,7 +79,9 @@ def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
 
 
 def _forget_other_trainings(tree: Tree, given: Tree) -> None:
-    """Takes out of ``phase_b`` and ``baseline`` what ``given`` sets in ``train``."""
+    """Takes out of ``phase_b`` and ``baseline`` what ``given`` sets in ``train``. A file may give
+    the student 8 epochs and the baseline 12; but whoever then says ``--epochs 2`` means both, and
+    which was said later is no longer known once the two are merged."""
     for name, _ in _leaves(given.get("train", {}), ""):
         *parents, leaf = name.split(".")[:2]  # keywords in optim.args are one setting
         for section in ("phase_b", "baseline"):

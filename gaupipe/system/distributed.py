@@ -236,8 +236,7 @@ def from_main(work: Callable[[], T]) -> T:
     values: list[Any] = [work() if is_main() else None]
     # on the CPU: torch could send the pickled object by way of a GPU
     _group().broadcast_object_list(values, src=0, device="cpu")
-    value: T = values[0]
-    return value
+    return values[0]
 
 
 def main_first(work: Callable[[], T]) -> T:
@@ -311,8 +310,7 @@ def data_parallel(losses: nn.Module) -> nn.Module:
 def _is_initialized() -> bool:
     if "torch.distributed" not in sys.modules:  # a command that needs no torch does not import it
         return False
-    initialized: bool = _group().is_available() and _group().is_initialized()
-    return initialized
+    return _group().is_available() and _group().is_initialized()
 
 
 def _group() -> Any:

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from gaupipe.data.splits import ImageData
-from gaupipe.settings import Settings
+from gaupipe.settings import ModelSettings, Settings
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
@@ -44,24 +44,54 @@ def with_images_of_weights(settings: Settings) -> Settings:
     return settings.with_section("data", image_size=image_size, scaling=scaling | given)
 
 
-def with_weights(
-    settings: Settings, data: ImageData, device: str | None = None, trained: bool = True
-) -> VisionTransformer:
+def with_weights(settings: Settings, data: ImageData) -> VisionTransformer:
     """The ViT that the settings fine-tune, with a new head for the classes, and converted to the
     attention of ``model.attention``. Its outputs are those of the trained ViT, but for the head,
     where :func:`~gaupipe.vit.convert.convert` keeps them. A smaller ViT starts with a slice of the
     weights.
 
-    ``device`` "meta" and ``trained`` False leave the weights out. Raises UserError for weights that
-    are not there, and for settings that do not fit.
+    Raises UserError for weights that are not there, and for settings that do not fit.
     """
-    model = settings.model
+    name = settings.model.name
+    arguments = arguments_for(settings.model, data)
+    torch.manual_seed(settings.seed)  # a conversion draws, too
+    stored, asked = fitting_sizes(settings.model, arguments)
+    if asked == stored:
+        vit = checked(name, pretrained(name, arguments, settings.download))
+    else:
+        given = {"in_chans": data.channels}
+        whole = checked(name, pretrained(name, given, settings.download)).eval()
+        spread = spread_of(whole, data, input_of(whole, data, name))
+        vit = untrained(name, arguments, None)
+        grid = tuple(whole.patch_embed.grid_size)
+        kept = whole.state_dict()
+        weights = slice_weights(kept, stored.heads, grid, vit, "model.args", spread)
+        vit.load_state_dict(weights, strict=False)  # without a head for other classes
+    return with_new_head(vit, settings.model, settings.seed)
+
+
+def without_weights(settings: Settings, data: ImageData, device: str | None) -> VisionTransformer:
+    """As :func:`with_weights`, but for the weights."""
+    arguments = arguments_for(settings.model, data)
+    torch.manual_seed(settings.seed)
+    fitting_sizes(settings.model, arguments)
+    vit = untrained(settings.model.name, arguments, device)
+    return with_new_head(vit, settings.model, settings.seed)
+
+
+def arguments_for(model: ModelSettings, data: ImageData) -> dict[str, Any]:
+    """Keywords of ``timm.create_model`` for a ViT that is fine-tuned."""
     if model.match_params:
         raise UserError("model.match_params: a ViT that is fine-tuned keeps its FFN")
-    fitting = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
-    arguments = {**fitting, **model.args, **model.student_args}
-    torch.manual_seed(settings.seed)  # a conversion draws, too
-    stored, vit = (untrained(model.name, given, "meta") for given in ({}, arguments))
+    sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
+    return {**sizes, **model.args, **model.student_args}
+
+
+def fitting_sizes(model: ModelSettings, arguments: dict[str, Any]) -> tuple[VitSizes, VitSizes]:
+    """The sizes of trained weights, and those of the ViT that is to start with them. Raises
+    UserError where it cannot."""
+    stored = untrained(model.name, {}, "meta")
+    vit = untrained(model.name, arguments, "meta")
     differing = sorted(parts_of(stored) ^ parts_of(vit))
     if differing:
         given = model.args | model.student_args
@@ -72,22 +102,12 @@ def with_weights(
     sizes = sizes_of(stored)
     asked = sizes_of(vit)
     sizes.check(asked, "model.args")
+    return sizes, asked
 
-    def with_trained(arguments: dict[str, Any]) -> VisionTransformer:
-        return checked(model.name, pretrained(model.name, arguments, settings.download))
 
-    if not trained or device is not None:
-        vit = untrained(model.name, arguments, device)
-    elif asked == sizes:
-        vit = with_trained(arguments)
-    else:
-        whole = with_trained({"in_chans": data.channels}).eval()
-        spread = spread_of(whole, data, input_of(whole, data, model.name))
-        vit = untrained(model.name, arguments, None)
-        grid = tuple(whole.patch_embed.grid_size)
-        kept = whole.state_dict()
-        weights = slice_weights(kept, sizes.heads, grid, vit, "model.args", spread)
-        vit.load_state_dict(weights, strict=False)  # without a head for other classes
+def with_new_head(vit: VisionTransformer, model: ModelSettings, seed: int) -> VisionTransformer:
+    """The ViT in the attention of ``model``, its head newly started. Raises UserError for a stem
+    that it has not."""
     built = getattr(vit, "gaupipe_args", {})
     if model.stem != "patch" and built.get("stem") != model.stem:
         raise UserError(
@@ -97,7 +117,7 @@ def with_weights(
     options = built.get("attention_options") or {}
     if (model.attention, model.attention_options) != (attention, options):
         vit = convert(vit, model.attention, **model.attention_options)
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(seed)
     heads: Any = vit.get_classifier()
     if not isinstance(heads, tuple):  # a distilled DeiT has two
         heads = (heads,)

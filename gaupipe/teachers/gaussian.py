@@ -185,8 +185,7 @@ class Teacher(nn.Module):
         ``passes``, or with None one exact pass; a single pass at the means is not the function that
         was trained. ``axes`` as in :meth:`forward`."""
         if passes is None:
-            exact: Tensor = self(images, gaussians, axes=axes).float().log_softmax(-1)
-            return exact
+            return self(images, gaussians, axes=axes).float().log_softmax(-1)
         draws = [
             self(images, gaussians, self.noise(images, generator)).float().log_softmax(-1)
             for _ in range(passes)

@@ -85,8 +85,7 @@ class TrainingState(Generic[Network]):
     def lr(self) -> float:
         """The learning rate of the last step, of the last block where blocks have their own."""
         group = self.optimizer.param_groups[0]
-        lr: float = group["lr"] / group.get("lr_scale", 1.0)
-        return lr
+        return group["lr"] / group.get("lr_scale", 1.0)
 
     @property
     def batches(self) -> int:

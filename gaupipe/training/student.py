@@ -9,41 +9,51 @@ from timm.models.vision_transformer import VisionTransformer
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.fine_tuning import fine_tunes, with_weights
+from gaupipe.teachers.fine_tuning import fine_tunes, with_weights, without_weights
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.build import build_vit
 
 
 def build_student(
-    settings: Settings,
-    data: ImageData,
-    train: TrainSettings,
-    device: str | None = None,
-    trained: bool = True,
+    settings: Settings, data: ImageData, train: TrainSettings, trained: bool = True
 ) -> VisionTransformer:
-    """The student, to be trained as ``train`` says, as the seed starts it, on the CPU; without
-    weights on the ``device`` "meta". One that is fine-tuned has its trained weights, unless
-    ``trained`` is False."""
+    """The student, to be trained as ``train`` says, as the seed starts it, on the CPU. One that is
+    fine-tuned has its trained weights, unless ``trained`` is False."""
+    if trained and fine_tunes(settings.model.name):
+        return with_patch_dropout(with_weights(settings, data), train.patch_drop_rate)
+    return untrained_student(settings, data, train, None)
+
+
+def untrained_student(
+    settings: Settings, data: ImageData, train: TrainSettings, device: str | None = "meta"
+) -> VisionTransformer:
+    """The student as :func:`build_student` makes it, but for trained weights; on the ``device``
+    "meta" without any weights."""
     model = settings.model
-    if fine_tunes(settings.model.name):
-        student = with_weights(settings, data, device, trained)
+    if fine_tunes(model.name):
+        student = without_weights(settings, data, device)
     else:
         torch.manual_seed(settings.seed)
         options = {name: getattr(model, name) for name in ("attention_options", "match_params")}
         changes = ("model.student_args", model.student_args)
         student = build_vit(model, data, model.attention, device, changes, **options)
-    if train.patch_drop_rate:
+    return with_patch_dropout(student, train.patch_drop_rate)
+
+
+def with_patch_dropout(student: VisionTransformer, rate: float) -> VisionTransformer:
+    """The student, which drops patches in training. Raises UserError where it needs all of them."""
+    if rate:
         if any(hasattr(module, "positions") for module in student.modules()):
             raise UserError(
                 "train.patch_drop_rate: should be 0 for a student with Gaussians or rotary "
                 "positions, which have a place for every token"
             )
-        student.patch_drop = PatchDropout(train.patch_drop_rate, student.num_prefix_tokens)
+        student.patch_drop = PatchDropout(rate, student.num_prefix_tokens)
     return student
 
 
 def check_baseline(settings: Settings, data: ImageData) -> None:
     """Raises UserError for what training on the labels alone could not do."""
     train = settings.baseline_training
-    student = build_student(settings, data, train, "meta")
+    student = untrained_student(settings, data, train)
     build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)

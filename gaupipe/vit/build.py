@@ -67,11 +67,10 @@ def width_of(model: ModelSettings) -> int:
     """Channels of the residual stream, for images of any size; 0 of a model that cannot be built,
     which :func:`build_vit` refuses."""
     try:
-        vit = timm.create_model(model.name, device="meta", **model.args)
+        vit: Any = timm.create_model(model.name, device="meta", **model.args)
     except Exception:
         return 0
-    features: Any = vit.num_features
-    return features
+    return vit.num_features
 
 
 def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> None:

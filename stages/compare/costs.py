@@ -28,8 +28,9 @@ from gaupipe.distillation.vit_teacher import build_model
 from gaupipe.settings import Settings
 from gaupipe.system.progress import EpochMetrics, epochs_in
 from gaupipe.training.job import drop_patches
-from stages import phase_a, phase_b
+from stages import phase_b
 from stages.compare.trainings import RowTraining, as_teacher
+from stages.runs.trained import load_teacher
 
 FORWARDS = 3
 """Forward passes that a training step counts as: backward there are two products for each one."""
@@ -90,7 +91,7 @@ def phase_a_costs(
     if settings.phase_a.is_local:
         return {"multiply_adds": 0, "processor_seconds": 0.0}
     data = load_data(settings.data)
-    job = phase_a.load(training.teacher, data)
+    job = load_teacher(training.teacher, data)
     schema = store.open(str(training.maps)).schema
     exported = outputs(job, schema, job.batches(data.train), np.arange(1))
     export = multiply_adds(lambda: next(exported)) * schema.num_images

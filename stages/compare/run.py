@@ -9,7 +9,7 @@ from pathlib import Path
 
 import store
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation import gaussian_teacher
+from gaupipe.distillation import gaussian_teacher, local, vit_teacher
 from gaupipe.distillation.export import make_schema
 from gaupipe.distillation.store_choice import MapShape, chosen
 from gaupipe.distillation.teacher import TeacherJob
@@ -19,16 +19,13 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
-from gaupipe.training.student import build_student, check_baseline
-from stages import phase_a
+from gaupipe.training.student import check_baseline, untrained_student
 from stages.compare.figures import draw
 from stages.compare.report import Comparison, report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows
 from stages.compare.trainings import RowTraining
 from stages.compare.workers import train
-from stages.phase_a import local
-from stages.phase_a import trained_vit as trained_teacher
-from stages.runs.directory import RunDirectory, settled
+from stages.runs.directory import settled
 from stages.runs.locks import locked
 
 
@@ -116,14 +113,15 @@ def checked(row: Row, settings: Settings, data: ImageData) -> Settings:
         elif settings.phase_a.is_local:
             local.check(settings, data)
         elif settings.phase_a.learns_gaussians:
-            job = phase_a.check(settings, data, RunDirectory(Path()), True, force=True)
+            gaussian_teacher.check(settings, data)
+            job = gaussian_teacher.build(settings, Path(), data)
             gaussian_teacher.training_state(job)
             make_schema(job, settings.export, sha256="0" * 64)
         else:
-            vit = trained_teacher.check(settings, data)
+            vit = vit_teacher.check(settings, data)
             trained = vit.teacher if isinstance(vit, TeacherJob) else vit.student
             shape = MapShape.of(trained)
-            student = build_student(settings, data, settings.student_training, "meta")
+            student = untrained_student(settings, data, settings.student_training)
             export = chosen(settings, teacher=shape, student=MapShape.of(student))
             return settings.model_copy(update={"export": export})
     except (UserError, store.StoreError) as error:

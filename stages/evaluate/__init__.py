@@ -19,10 +19,9 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.folder import place_of
 from gaupipe.data.sources import images_with_labels
 from gaupipe.data.splits import ImageData, Split
-from gaupipe.distillation.job import map_reader
+from gaupipe.distillation.job import MapReader
 from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.distillation.notes import StoreNotes
-from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.vit_teacher import VitJob
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
@@ -31,11 +30,11 @@ from gaupipe.system.files import check_file
 from gaupipe.training.scores import Metrics, classification_metrics, predictions
 from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import class_names, saved_sha256
-from stages import phase_a, predict
+from stages import predict
 from stages.evaluate import confusion as figure
 from stages.evaluate.by_class import ByClass, by_class, labelled
 from stages.runs import kept_epochs, ranks
-from stages.runs.trained import TrainedStudent, check_data, load_student, open_maps
+from stages.runs.trained import TrainedStudent, check_data, load_student, load_teacher, open_maps
 
 
 class BesideTeacher(TypedDict, total=False):
@@ -191,7 +190,7 @@ def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> VitJob | str 
     if student.has_other_teacher:
         return "the student learned from another teacher than the run's"
     try:
-        job = phase_a.load(run, data)
+        job = load_teacher(run, data)
     except UserError as error:
         return str(error)
     return job if job.teacher.predicts else None
@@ -222,11 +221,10 @@ def teacher_agreement(
     count = len(image_ids)
     image_ids = np.array_split(image_ids, distributed.world_size())[distributed.rank()]
     device = next(student.parameters()).device
-    teacher_maps = map_reader(maps, student, settings.phase_b, device)
+    teacher_maps = MapReader(maps, student, settings.phase_b, device)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
-    layers = layer_map(settings.phase_b, len(student.blocks), maps.schema.layers)
     same = torch.zeros((), dtype=torch.float64)
-    divergence = torch.zeros(len(layers), dtype=torch.float64)
+    divergence = torch.zeros(len(student.blocks), dtype=torch.float64)
     if StoreNotes.of(maps.schema).views is None:
         loaded = batches.in_order(image_ids)
     else:  # the first view of each image, as its maps were made
@@ -240,7 +238,7 @@ def teacher_agreement(
         same += (predicted == batch.stored["logits"].argmax(-1)).sum()
         teacher = teacher_maps(batch)
         for block, log_map in enumerate(log_maps):
-            if layers[block] is None:
+            if teacher.layers[block] is None:
                 continue
             log_map = patch_map(log_map, student.num_prefix_tokens)
             hidden = None
@@ -249,7 +247,7 @@ def teacher_agreement(
             kl = feature_loss(log_map, teacher.map(block), hidden=hidden).item()
             divergence[block] += kl * len(batch) / count
     kls: list[float | None] = distributed.all_reduce_sum(divergence).tolist()
-    for block, layer in enumerate(layers):
+    for block, layer in enumerate(teacher_maps.layers):
         if layer is None:
             kls[block] = None
     return {

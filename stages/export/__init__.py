@@ -18,18 +18,21 @@ from gaupipe.distillation.files import FilesJob, open_model
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.local import described
 from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.distillation.vit_teacher import other_teacher
+from gaupipe.distillation.vit_teacher import (
+    other_teacher,
+    probe_where_others_are_predicted,
+    say_what_students_lack,
+)
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import with_overrides
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-from stages import phase_a
 from stages.export.place import Place
 from stages.export.writing import write
-from stages.phase_a.trained_vit import probe_where_others_are_predicted, say_what_students_lack
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_teacher
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class ExportRequest:
         """The finished teacher of the run, or the other one, on the run's data."""
         job: TeacherJob[Any]
         if self.teacher is None:
-            job = phase_a.load(self.directory, self.data, download=self.download)
+            job = load_teacher(self.directory, self.data, download=self.download)
         else:
             tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
             settings = settings.model_copy(update={"download": self.download})

@@ -24,7 +24,7 @@ from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation import files, local
-from gaupipe.distillation.job import map_reader
+from gaupipe.distillation.job import MapReader
 from gaupipe.distillation.kinds import MAP_KINDS, StoredGaussians
 from gaupipe.distillation.losses import TeacherMaps, without_keys
 from gaupipe.distillation.notes import Drawing, StoreNotes
@@ -303,7 +303,7 @@ class StudentMaps(LiveMaps):
             maps = local.constant_maps(settings, model, CPU)
             self._teacher_maps = lambda _batch: maps
         elif self.store is not None:
-            self._teacher_maps = map_reader(self.store, model, settings.phase_b, CPU)
+            self._teacher_maps = MapReader(self.store, model, settings.phase_b, CPU)
 
     def see(
         self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"

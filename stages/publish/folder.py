@@ -84,8 +84,7 @@ def published_settings(student: TrainedStudent) -> Settings:
         "device": Settings().device,
         "log": Settings().log,
     }
-    published: Settings = without_folders(settings.model_copy(update=changes))
-    return published
+    return without_folders(settings.model_copy(update=changes))
 
 
 def without_folders(value: Any) -> Any:

@@ -81,11 +81,12 @@ def prepare(request: StudentRequest, build: Build, data: ImageData | None = None
 
 
 def begin_run(run: RunDirectory, settings: Settings, data: ImageData) -> None:
-    """Writes the run's settings and split, where it has none."""
-    if not run.split.is_file():  # which is written last
-        with lock_of_process(run.path, "run"):
-            run.start(settings, data, resume=True)
-    run.follow(settings)
+    """Writes the run's settings and split, or where its images are now."""
+    if run.split.is_file():  # which is written last
+        run.follow(settings)
+        return
+    with lock_of_process(run.path, "run"):
+        run.start(settings, data, resume=True)
 
 
 def begin_student(request: StudentRequest, job: Training) -> None:

@@ -1,23 +1,85 @@
-"""The students of a run: loaded, and beside them the store that each learned from."""
+"""What a run has trained, loaded: its teacher and its students, and the store that each of these
+learned from."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 
 import store
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation import gaussian_teacher, vit_teacher
 from gaupipe.distillation.job import check_targets
+from gaupipe.distillation.probe import load_probe, source_of_probe
 from gaupipe.distillation.student import check_fit
+from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.distillation.vit_teacher import VitJob
 from gaupipe.settings import Settings
 from gaupipe.system.errors import UserError
 from gaupipe.vit.saving import load_folder
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory, check_name
 from stages.runs.students import recorded_store
+
+
+def load_teacher(
+    directory: RunDirectory,
+    data: ImageData | None = None,
+    *,
+    download: bool = False,
+    with_images: bool = True,
+) -> TeacherJob[Any]:
+    """The finished teacher of a run, in eval mode. ``download`` fetches published weights,
+    ``with_images`` False leaves out the per-image parameters. Raises UserError if phase A has not
+    finished."""
+    settings = directory.settings()
+    if download:
+        settings = settings.model_copy(update={"download": True})
+    data = data or directory.load_data(settings)
+    if not settings.phase_a.learns_gaussians:
+        return load_vit_teacher(directory, settings, data)
+    job = gaussian_teacher.build(
+        settings, directory.phase_a, data, to_read=True, with_images=with_images
+    )
+    state = gaussian_teacher.training_state(job)
+    if not state.load(directory.phase_a / "checkpoint") or not state.finished:
+        raise unfinished(directory)
+    job.teacher = state.kept.eval()
+    return job
+
+
+def load_vit_teacher(directory: RunDirectory, settings: Settings, data: ImageData) -> VitJob:
+    """The finished teacher of a run, with its probe if it has one. Raises UserError where phase A
+    has not finished, and for a teacher that has changed since."""
+    if directory.teacher_digest() is None:
+        raise unfinished(directory)
+    job = vit_teacher.build(settings, data, directory.phase_a / "teacher")
+    check_unchanged(job, directory)
+    if not job.teacher.predicts:
+        job.probe = load_probe(directory.probe, source_of_probe(job))
+    return job
+
+
+def unfinished(directory: RunDirectory) -> UserError:
+    """The error for a run whose phase A has not finished."""
+    return UserError(
+        f"{directory.path}: phase A has not finished; 'gaupipe phase-a {directory.config} "
+        f"--run-dir {directory.path} --resume' does that"
+    )
+
+
+def check_unchanged(job: VitJob, directory: RunDirectory) -> None:
+    """Raises UserError for another teacher than the run's."""
+    if job.sha256 != directory.teacher_digest():
+        raise UserError(
+            f"phase_a.teacher: {job.settings.phase_a.teacher} is not the teacher that "
+            f"{directory.path} was started with: its weights have changed; restore them, or start "
+            "another run"
+        )
 
 
 @dataclass(frozen=True)
