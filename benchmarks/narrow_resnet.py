@@ -91,8 +91,8 @@ def main() -> None:
 
 
 def narrow_resnet(classes: int) -> ResNet:
-    """ResNet-18 with an eighth of its channels, for images of 32 pixels: its first convolution keeps
-    the resolution."""
+    """ResNet-18 with an eighth of its channels, for images of 32 pixels, whose resolution its first
+    convolution keeps."""
     # only a "deep" stem may be narrower than 64 channels; what it is made of is replaced
     model = ResNet(
         BasicBlock,
