@@ -21,8 +21,8 @@ from gaupipe.system.errors import UserError
 from gaupipe.vit.saving import class_names
 from stages.look.colours import colours
 from stages.look.measures import numbers, with_mean_and_rollout
+from stages.view.messages import Start
 from stages.view.serve import model_viewer, open_viewer
-from stages.view.viewer import Start
 from viewing import Page, get, serving, unpacked
 from vits import randomised
 

@@ -6,18 +6,15 @@ Axis letters: L blocks, H heads, T patches, P class and register tokens.
 from __future__ import annotations
 
 import io
-import json
 import secrets
-import struct
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -31,6 +28,7 @@ from stages.look.colours import colours
 from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
 from stages.look.measures import divergence, numbers, with_mean_and_rollout
 from stages.view.gallery import Gallery, Page, stored_gallery
+from stages.view.messages import About, Pixels, Reading, Start, Status, pack
 
 MOST_LIKELY = 5
 """Classes that are offered first where a class is explained."""
@@ -43,80 +41,6 @@ SMALL = 256
 QUALITY = 88
 Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """What the page opens with."""
-
-    layer: int
-    head: str
-    query: int | str
-
-
-@dataclass(frozen=True)
-class About:
-    """All that does not change while the page is open."""
-
-    title: str
-    colours: str
-    """Of 0 to the largest weight, four bytes each, in hexadecimal digits."""
-    token: str
-    """The page sends it with an image that it adds."""
-    stored: bool
-    """Whether there is a store."""
-    kind: str
-    k: int | None
-    start: Start
-    adds: bool
-    """Whether images can be added."""
-    command: str
-    views: int
-    classes: int
-    labelled: bool
-    split: str
-    """Whose images the page shows first."""
-    students: list[str]
-    note: str
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Progress of reading labels and predictions."""
-
-    done: int
-    total: int
-    reading: bool
-    error: str
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """Whether the data set is there, or why it is not."""
-
-    ready: bool
-    error: str
-
-
-@dataclass(frozen=True)
-class Status:
-    """Progress of reading labels, predictions and the data set."""
-
-    labels: Reading
-    pixels: Pixels
-    splits: dict[str, int]
-    """Images of each split."""
-    class_names: list[str]
-
-
-def pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
-    """A message to the page: the length of a JSON header in 4 bytes, little end first; the header,
-    whose "arrays" has {name: [dtype, shape, bytes]}; and the arrays, float16 or float32, little end
-    first and row by row."""
-    entries = {name: [each.dtype.name, each.shape, each.nbytes] for name, each in arrays.items()}
-    text = json.dumps(header | {"arrays": entries}).encode()
-    contents = [array.tobytes() for array in arrays.values()]
-    return b"".join([struct.pack("<I", len(text)), text, *contents])
 
 
 class Viewer:

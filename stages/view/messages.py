@@ -1,0 +1,84 @@
+"""The messages that the page of attention maps gets."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the page opens with."""
+
+    layer: int
+    head: str
+    query: int | str
+
+
+@dataclass(frozen=True)
+class About:
+    """All that does not change while the page is open."""
+
+    title: str
+    colours: str
+    """Of 0 to the largest weight, four bytes each, in hexadecimal digits."""
+    token: str
+    """The page sends it with an image that it adds."""
+    stored: bool
+    """Whether there is a store."""
+    kind: str
+    k: int | None
+    start: Start
+    adds: bool
+    """Whether images can be added."""
+    command: str
+    views: int
+    classes: int
+    labelled: bool
+    split: str
+    """Whose images the page shows first."""
+    students: list[str]
+    note: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Progress of reading labels and predictions."""
+
+    done: int
+    total: int
+    reading: bool
+    error: str
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Whether the data set is there, or why it is not."""
+
+    ready: bool
+    error: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """Progress of reading labels, predictions and the data set."""
+
+    labels: Reading
+    pixels: Pixels
+    splits: dict[str, int]
+    """Images of each split."""
+    class_names: list[str]
+
+
+def pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
+    """A message to the page: the length of a JSON header in 4 bytes, little end first; the header,
+    whose "arrays" has {name: [dtype, shape, bytes]}; and the arrays, float16 or float32, little end
+    first and row by row."""
+    entries = {name: [each.dtype.name, each.shape, each.nbytes] for name, each in arrays.items()}
+    text = json.dumps(header | {"arrays": entries}).encode()
+    contents = [array.tobytes() for array in arrays.values()]
+    return b"".join([struct.pack("<I", len(text)), text, *contents])
