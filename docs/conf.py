@@ -2,8 +2,8 @@
 
 The source is the whole repository: a link between two pages, to CONTRIBUTING.md or to a file of
 code is the same on the site and where the repository is shown. The site's own parts are made from
-the pages themselves: its menu from the list of pages in docs/README.md, the reference from the list
-of names in docs/reference.md, and the settings and options of docs/commands.md from the program.
+the pages themselves: its menu from the list of pages in docs/README.md, the reference from the
+names in docs/public_names.txt, and the settings and options of docs/commands.md from the program.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ html_title = f"gaupipe {version}"
 html_show_copyright = html_copy_source = html_show_sourcelink = False
 
 PAGE = re.compile(r"^\* \[(.+?)\]\((.+?)\.md\)", re.MULTILINE)
-NAME = re.compile(r"^\* \[`([\w.]+)`\]\(.+\)$", re.MULTILINE)
+NAME = re.compile(r"^\w+\.[\w.]+\w$", re.MULTILINE)
 
 
 def menu(pages: str) -> str:
@@ -72,7 +72,7 @@ def place(page: str) -> str:
 
 def described(name: re.Match) -> str:
     """The directive that shows the docstrings of a name: a module, a class or a function."""
-    whole = name[1]
+    whole = name[0]
     try:
         thing, directive = importlib.import_module(whole), "automodule"
     except ModuleNotFoundError:
@@ -88,7 +88,8 @@ def read(app: Sphinx, page: str, source: list[str]) -> None:
     if page == root_doc:
         source[0] += menu((Path(app.srcdir) / "docs/README.md").read_text())
     elif page == "docs/reference":
-        source[0] = NAME.sub(described, source[0])
+        names = (Path(app.srcdir) / "docs/public_names.txt").read_text()
+        source[0] += f"\n## All public names\n\n{NAME.sub(described, names)}"
     elif page == "docs/commands":
         source[0] += f"\n{all_settings()}\n## Options\n\n{all_commands(program)}"
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -175,10 +176,10 @@ def test_a_store_has_a_card_that_its_owner_may_edit(run):
     assert DatasetCard.load(path).data.license is None
 
 
-# ---- the code of docs/publish.md for an ONNX file ------------------------------------------------
+# ---- the example that reads an ONNX file ---------------------------------------------------------
 
 
-def test_the_documented_code_for_onnx_prepares_photos_of_any_shape(tmp_path, monkeypatch):
+def test_the_example_for_onnx_prepares_photos_of_any_shape(tmp_path, monkeypatch):
     """It agrees with ``gaupipe predict``, which has timm prepare them."""
     torch.manual_seed(0)
     sizes = dict(img_size=32, patch_size=4, num_classes=3, in_chans=3)
@@ -190,11 +191,10 @@ def test_the_documented_code_for_onnx_prepares_photos_of_any_shape(tmp_path, mon
     content, _ = to_onnx(load_folder(tmp_path / "student", ""), torch.zeros(2, 3, 32, 32))
     (tmp_path / "student.onnx").write_bytes(content)
 
-    page = (Path(__file__).parent.parent / "docs/publish.md").read_text()
-    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
-    [code] = [block for block in blocks if "onnxruntime" in block]
+    code = (Path(__file__).parent.parent / "examples/predict_onnx.py").read_text()
     rounded_up = code.replace("short * side // min", "1 + (short * side - 1) // min")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["predict_onnx.py", "student.onnx", "photo.jpg"])
     draw = np.random.default_rng(0)
     differences = []
     for shape in ((77, 50), (60, 101), (333, 45)):
