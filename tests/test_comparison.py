@@ -181,12 +181,12 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
     base = load("digits_expected", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
     settings = resolved(base, default_rows(base, ["standard", "belief2"]))
     baselines, students = [BASELINE, "plain ViT, belief2"], ["standard", "belief2"]
-    controls = ["shuffled maps", "prior alone", "no soft labels"]
+    controls = ["maps of other images", "prior alone", "no soft labels"]
     assert [*settings] == [*baselines, *(f"distilled {name}" for name in students), *controls]
     assert settings["prior alone"].phase_a.per_image == "none"
     phases = {name: each.phase_b for name, each in settings.items()}
     assert settings["distilled standard"].train == base.student_training
-    assert phases["shuffled maps"].shuffle_maps and phases["no soft labels"].alpha == 0
+    assert phases["maps of other images"].shuffle_maps and phases["no soft labels"].alpha == 0
     assert phases["no soft labels"].beta == pytest.approx(0.3)
     atto = load("cifar10_atto")  # whose teacher has no prior
     assert resolved(atto, default_rows(atto, ["standard"]))["prior alone"].phase_a.prior
@@ -353,7 +353,7 @@ def rows_of(folder: Path, name: str) -> dict[str, dict]:
 def test_a_tiny_comparison(compared):
     folder, _, printed = compared
     rows = rows_of(folder, "mine")
-    students = ["distilled", "shuffled maps", "prior alone"]
+    students = ["distilled", "maps of other images", "prior alone"]
     assert list(rows) == [BASELINE, *students, "plain longer", "gamma 0.5, encoding uint8"]
     assert all(name in printed for name in rows)
     assert max(map(len, printed.splitlines())) <= 80
@@ -407,9 +407,9 @@ def test_the_differences_of_a_tiny_comparison(compared):
     assert (paired["p"], paired["low"]) == (expected.p, expected.low)
     assert paired["verdict"] == "not decided"
     over_controls = json.loads((compared[0] / "mine.json").read_text())["over_controls"]
-    assert set(over_controls) == {"shuffled maps", "prior alone"}
-    expected = difference(list(np.subtract(final["distilled"], final["shuffled maps"])))
-    assert over_controls["shuffled maps"]["mean"] == pytest.approx(expected.mean)
+    assert set(over_controls) == {"maps of other images", "prior alone"}
+    expected = difference(list(np.subtract(final["distilled"], final["maps of other images"])))
+    assert over_controls["maps of other images"]["mean"] == pytest.approx(expected.mean)
     assert "minus that of its controls" in " ".join(compared[2].split())
     highest = np.maximum(final[BASELINE], final["plain longer"])  # the student is dearer than both
     above = np.subtract(final["distilled"], highest).mean()
@@ -445,11 +445,11 @@ def test_finished_rows_are_not_run_again(compared, in_process):
     assert code == 0 and "seed" not in err
     assert "to 5 %" in out and "never" in out and written() == before
     other = shutil.copy(sweep, folder.parent / "few.yaml")  # leaves the other tests their tables
-    selected = ["--row", "plain longer", "--row", "shuffled maps"]
+    selected = ["--row", "plain longer", "--row", "maps of other images"]
     code, out, err = in_process(*compare(folder, "--sweep", other, *selected, "--json"))
     assert code == 0 and "seed" not in err
     names = [row["row"] for row in json.loads(out)["rows"]]
-    assert names == [BASELINE, "shuffled maps", "plain longer"]
+    assert names == [BASELINE, "maps of other images", "plain longer"]
     teachers, students = 4, 12
     assert len(before) == teachers + students
 

@@ -27,6 +27,7 @@ def convert(model: Model, attention: str, **options: Any) -> Model:
 
     * from "standard" to "belief2": phi is the identity unless given, W_p = W, and Z is too small
       for float32 to see (*Belief2, proposition 1*);
+    * from "standard" to "belief" with ``gated=True``, whose gates begin at 0;
     * from "belief" to "belief_star" (W_s = 0) and to "belief2" (W_p = 0, Z as above);
     * from "xsa" to "belief_star" (W = 0, W_s = W);
     * on the way back, as long as the converted model has not been trained.

@@ -25,7 +25,7 @@ from gaupipe.system.errors import UserError
 BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
 DISTILLED = "distilled"
-CONTROLS = ("shuffled maps", "wrong places", "uniform maps", "prior alone", "no soft labels")
+CONTROLS = ("maps of other images", "wrong places", "uniform maps", "prior alone", "no soft labels")
 """Rows without that in the teacher which is claimed to help."""
 
 
@@ -67,7 +67,7 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
     distilled = {f"{DISTILLED} {name}": student(name) for name in students}
     if list(students) == ["standard"]:
         distilled = {DISTILLED: student(first)}
-    controls: dict[str, ByName] = {"shuffled maps": {"phase_b.shuffle_maps": True}}
+    controls: dict[str, ByName] = {"maps of other images": {"phase_b.shuffle_maps": True}}
     if base.phase_a.is_local:  # all images have the same maps
         controls = {
             "wrong places": {"phase_a.local.permuted": True},

@@ -25,7 +25,7 @@ def tables(results: Comparison) -> Iterator[Table]:
     )
     yield _table(
         f"Accuracy over cost, {over}",
-        ["10^12 m-adds", "proc. s", "accuracy", "above", "95 % interval"],
+        ["10^12 m-adds", "core s", "accuracy", "above", "95 % interval"],
         map(_over_cost, cheapest_first),
         "m-adds: multiply-adds of the training, phase A and export counted; above: points above "
         "what plain ViTs of standard attention reach for as many",

@@ -271,7 +271,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     key = "train.epochs"
     if choices.given("baseline.epochs") is not None:
         key = "baseline.epochs"
-    choices.choose(key, epochs, "of a training without a teacher")
+    choices.choose(key, epochs, f"which show a ViT {epochs * images:,} images")
     choices.choose("phase_b.alpha", 0.0)
     choices.choose("phase_b.beta", 1.0)
     weight = 0.25 if teacher == "local" else 0.3
