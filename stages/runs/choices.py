@@ -306,7 +306,9 @@ def _choose_augmentation(
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
     choices.choose("phase_a.augment", True)
-    learns = choices.given("phase_b.gamma") and not choices.given("phase_b.alpha")
+    # predictions to the end would show a student the stored views alone, in all epochs
+    ends = not choices.given("phase_b.alpha") or choices.given("phase_b.alpha_epochs")
+    learns = choices.given("phase_b.gamma") and ends
     teacher = choices.given("phase_a.teacher")
     shows_views = teacher == "vit" or is_trained(teacher)
     moves = choices.given("augment.crop_padding") and shows_views
