@@ -175,7 +175,10 @@ def local_folder(url: str | os.PathLike[str]) -> Path | None:
     url = os.fspath(url)
     scheme, colon, rest = url.partition(":")
     if "://" not in url and not (colon and scheme in SCHEMES):
-        return Path(os.path.abspath(os.path.expanduser(url)))
+        path = os.path.expanduser(url)
+        if path.startswith("~"):
+            raise StoreError(f"{url}: there is no such user; ./{url} is a folder here")
+        return Path(os.path.abspath(path))
     if scheme in ("s3", "gs") and rest.startswith("//") and rest[2:].partition("/")[0]:
         return None
     host, _, path = rest.removeprefix("//").partition("/")
