@@ -24,8 +24,8 @@ from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
+from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student
-from stages.runs.directory import settled
 from stages.runs.resources import (
     SMALLER,
     check_disk,

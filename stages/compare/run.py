@@ -19,13 +19,13 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
+from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student, untrained_student
 from stages.compare.figures import draw
 from stages.compare.report import Comparison, report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows
 from stages.compare.trainings import RowTraining
 from stages.compare.workers import train
-from stages.runs.directory import settled
 from stages.runs.locks import locked
 
 
