@@ -78,7 +78,7 @@ class Run:
         if self.settings.phase_a.is_local:
             if view is not None:
                 raise UserError(f"view={view}: the teacher local has the same maps for all views")
-            student = untrained_student(self.settings, self.data, self.settings.student_training)
+            student = untrained_student(self.settings, self.data)
             maps = local_maps(self.settings, student)
             image_ids = checked(ids, len(self.data.train), f"images in {self.directory.path}")
             return [

@@ -24,8 +24,8 @@ from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.training.student import check_baseline, untrained_student
-from stages.runs.directory import settled
+from gaupipe.training.settled import settled
+from gaupipe.training.student import checked_student
 from stages.runs.resources import (
     SMALLER,
     check_disk,
@@ -105,11 +105,10 @@ def run(
     if not plain:
         stages, per_image_parameters = plan_phases(settings, data, images, world_size)
     if plain or settings.baseline.epochs != 0:
-        check_baseline(settings, data)
         train = settings.baseline_training
         if not plain:
             train = train.model_copy(update={"epochs": settings.baseline_epochs})
-        built = untrained_student(settings, data, train)
+        built = checked_student(settings, data, train)
         stages["plain"] = plan_student(settings, built, data, "plain", train, world_size)
     for stage in stages.values():
         if "epochs" in stage:
@@ -140,7 +139,7 @@ def plan_phases(
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
     train = settings.student_training
-    built = untrained_student(settings, data, train)
+    built = checked_student(settings, data, train)
     student = plan_student(settings, built, data, "distilled", train, world_size)
     if settings.phase_a.is_local:
         local.check(settings, data)

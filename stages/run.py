@@ -19,7 +19,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
 from gaupipe.training.scores import percent
-from gaupipe.training.student import check_baseline
+from gaupipe.training.student import checked_student
 from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
@@ -56,7 +56,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     def prepare() -> ImageData:
         data = load_data(run_directory.settled(settings).data, settings.download)
         if False in students:
-            check_baseline(settings, data)
+            checked_student(settings, data, settings.baseline_training)
         for distilled in (True, False):
             # a damaged student is refused before anything runs
             if run_directory.student(attention, distilled).exists():

@@ -3,20 +3,11 @@ group, read by image id.
 
 numpy in and out; works without the rest of gaupipe:
 
-    import numpy as np, store
-
-    schema = store.Schema(kind="gaussian", num_images=1000, grid=(8, 8), layers=7, heads=12,
-                          num_classes=10, dataset="mine", dataset_sha256="", teacher_sha256="")
-    writer = store.create("maps.zarr", schema)
-    for shard in writer.pending():
-        n = shard.stop - shard.start
-        writer.write(shard, {"gaussians": np.ones((n, 7, 12, 64, 4)), "logits": np.zeros((n, 10)),
-                             "labels": np.zeros(n, int)})
-    writer.finish()
-
     maps = store.open("maps.zarr")
-    maps.gather(np.array([3, 999, 0]))["gaussians"]          # [3, 7, 12, 64, 4] float16
+    maps.gather(np.array([3, 999, 0]))["gaussians"]          # [3, L, H, T, 4] float16
     assert store.verify("maps.zarr") == []
+
+docs/store.md describes the format, and writes a store.
 """
 
 from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore

@@ -236,15 +236,9 @@ def explain(error: Exception, url: str) -> str:
     return f"{url}: {_NO_ACCESS.get(text.split(':')[0], usual)} ({text})"
 
 
-def damage(error: Exception) -> str | None:
-    """The damage that a failed read tells of, in words; None when the storage could not
-    be reached at all."""
-    text = _one_line(error)
-    if text.split(":")[0] in _NO_ACCESS:
-        return None
-    if "shard index" in text:
-        return "the shard's index is damaged"
-    return "the stored bytes are damaged"
+def is_damage(error: Exception) -> bool:
+    """False for a failed read of a storage that could not be reached at all."""
+    return _one_line(error).split(":")[0] not in _NO_ACCESS
 
 
 def _one_line(error: Exception) -> str:

@@ -23,8 +23,6 @@ from store.files import Files
 from store.manifest import (
     MANIFEST,
     Manifest,
-    Shards,
-    finished_shards,
     group_file,
     new_name,
     read_checked,
@@ -83,11 +81,6 @@ class Layout:
     def shard(self, index: int) -> Shard:
         start = index * self.images_per_shard
         return Shard(index, start, min(start + self.images_per_shard, self.schema.num_images))
-
-    def finished(self, files: Files) -> Shards:
-        """The finished shards of the store; read from it at every call."""
-        shards = finished_shards(files)
-        return {index: shards[index] for index in sorted(shards) if index < self.num_shards}
 
     def shard_file(self, name: str, index: int) -> str:
         """The file of one shard of one array."""

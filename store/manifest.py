@@ -16,6 +16,7 @@ there before does not count, on object storage as well, which knows no locks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -59,18 +60,14 @@ class Manifest:
     @classmethod
     def from_file(cls, data: bytes, url: str) -> Manifest:
         """Raises DamagedStore unless `to_file` writes these bytes."""
-        broken = damaged(url, f"{MANIFEST} is damaged or was edited")
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             attributes = json.loads(data)["attributes"]
             entries = attributes["shards"].items()
             shards = {int(index): _from_json(entry) for index, entry in entries}
             manifest = cls(dict(attributes["metadata"]), shards, attributes.get("writing"))
-            whole = manifest.to_file() == data
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise broken from None
-        if not whole:
-            raise broken
-        return manifest
+            if manifest.to_file() == data:
+                return manifest
+        raise damaged(url, f"{MANIFEST} is damaged or was edited")
 
 
 def read_manifest(files: Files) -> Manifest | None:
@@ -93,25 +90,18 @@ def read_checked(files: Files, manifest: Manifest, key: str) -> bytes:
 
 def finished_shards(files: Files) -> Shards:
     """All finished shards, also those that are not in the manifest yet; read at every call."""
+    entries = files.read_all(files.list(FINISHED))
     # the manifest last: another process may write it and then delete the single entries
-    entries = read_entries(files)
     manifest = read_manifest(files)
     if manifest is None:
         return {}
-    return manifest.shards | entries.get(str(manifest.writing), {})
-
-
-def read_entries(files: Files) -> dict[str, Shards]:
-    """By the name under which they were written, the finished shards that have a file of their own;
-    a damaged file counts as none."""
-    shards: dict[str, Shards] = {}
-    for key, data in files.read_all(files.list(FINISHED)).items():
-        writing, _, index = key.removeprefix(FINISHED).partition("-")
-        try:
-            entry = _from_json(json.loads(data or b""))  # None: deleted since it was listed
-            shards.setdefault(writing, {})[int(index)] = entry
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            continue
+    shards = dict(manifest.shards)
+    start = f"{FINISHED}{manifest.writing}-"
+    for key, data in entries.items():
+        # one that is damaged, or was deleted since it was listed, counts as none
+        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+            if key.startswith(start):
+                shards[int(key.removeprefix(start))] = _from_json(json.loads(data or b""))
     return shards
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from store.errors import CorruptChunk, StoreError, damaged
-from store.files import Files, damage, explain, local_folder, refuse_after_fork
+from store.errors import CorruptChunk, StoreError
+from store.files import Files, explain, is_damage, local_folder, refuse_after_fork
 from store.layout import ROOT, Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
-from store.manifest import Manifest
+from store.manifest import Manifest, finished_shards
 
 INDEX_BYTES = 16
 """Of an image, in the index of its shard."""
@@ -82,10 +82,6 @@ class Store:
         self._manifest = manifest
         for name in layout.names:  # tensorstore would read by a zarr.json that was edited
             read_metadata(files, manifest, name)
-        shards = len(manifest.shards)
-        if layout.complete and shards != layout.num_shards:
-            what = f"its manifest names {shards} of {layout.num_shards} shards"
-            raise damaged(self.url, f"is complete, but {what}")
         # no more than the indices need: the rest would fill with images that an epoch reads once
         indices = INDEX_BYTES * layout.num_shards * layout.images_per_shard + 2**20
         self._arrays = {}
@@ -114,19 +110,7 @@ class Store:
         names = self._check_names(names)
         # one chunk holds a column of a whole shard, too much to decode again for each batch
         self._preload(filter(self._layout.is_column, names))
-        # all begin before one is waited for
-        reads = {
-            name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
-        }
-        rows = {}
-        for name in names:
-            if name in reads:
-                stored = self._wait(name, ids, reads[name])
-            else:
-                stored = self._in_memory[name][ids]
-            self._refuse_missing(name, ids, stored)
-            rows[name] = self.schema.decode(name, stored)
-        return rows
+        return self._rows(names, ids, ids)
 
     def read(
         self, start: int, stop: int, names: Iterable[str] | None = None
@@ -141,14 +125,7 @@ class Store:
         if start > stop:
             raise StoreError(f"{self.url}: images {start} to {stop}: the first comes first")
         ids = self._check_ids(np.arange(start, stop))
-        names = self._check_names(names)
-        reads = {name: self._arrays[name][start:stop].read() for name in names}
-        rows = {}
-        for name, future in reads.items():
-            stored = self._wait(name, ids, future)
-            self._refuse_missing(name, ids, stored)
-            rows[name] = self.schema.decode(name, stored)
-        return rows
+        return self._rows(self._check_names(names), ids, slice(start, stop))
 
     @property
     def shards(self) -> list[Shard]:
@@ -180,7 +157,7 @@ class Store:
 
     def size_on_disk(self) -> int:
         """Bytes of the finished shards' files in all arrays."""
-        shards = self._layout.finished(self._files).values()
+        shards = finished_shards(self._files).values()
         return sum(file.bytes for shard in shards for file in shard.values())
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
@@ -216,6 +193,24 @@ class Store:
                 raise StoreError(f"{self.url}: no array {name!r}; there are {known}")
         return names
 
+    def _rows(
+        self, names: list[str], ids: np.ndarray, where: np.ndarray | slice
+    ) -> dict[str, np.ndarray]:
+        """The arrays of the images ``ids``, which lie ``where``."""
+        # all begin before one is waited for
+        reads = {
+            name: self._arrays[name][where].read() for name in names if name not in self._in_memory
+        }
+        rows = {}
+        for name in names:
+            if name in reads:
+                stored = self._wait(name, ids, reads[name])
+            else:
+                stored = self._in_memory[name][where]
+            self._refuse_missing(name, ids, stored)
+            rows[name] = self.schema.decode(name, stored)
+        return rows
+
     def _preload(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._in_memory:
@@ -233,7 +228,7 @@ class Store:
     def _finished(self) -> np.ndarray:
         """True for images of finished shards: [N] bool."""
         finished = np.zeros(self._layout.num_shards, bool)
-        finished[list(self._layout.finished(self._files))] = True
+        finished[list(finished_shards(self._files))] = True
         return finished.repeat(self._layout.images_per_shard)[: len(self)]
 
     def _refuse_missing(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
@@ -255,19 +250,14 @@ class Store:
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
         """Reads image by image after a batched read failed; the error names the image."""
-        ids = np.unique(ids)
-        if self._layout.is_column(name):
-            # a shard's images are one chunk: the first of them tells
-            shards = ids // self._layout.images_per_shard
-            _, first = np.unique(shards, return_index=True)
-            ids = ids[first]
-        for image_id in ids:
+        if self._layout.is_column(name):  # a shard's images are one chunk: the first of them tells
+            ids = ids - ids % self._layout.images_per_shard
+        for image_id in np.unique(ids):
             try:
                 self._arrays[name][image_id].read().result()
             except ValueError as cause:
-                what = damage(cause)
-                if what is not None:
-                    return self._corrupt(name, int(image_id), what)
+                if is_damage(cause):
+                    return self._corrupt(name, int(image_id), "the stored bytes are damaged")
                 break  # the storage does not answer, for other images either
         return StoreError(explain(error, self.url))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
@@ -14,8 +15,8 @@ from store.layout import ROOT, SHARD_BYTES, Layout, open_layout, plan
 from store.manifest import (
     FINISHED,
     MANIFEST,
-    Manifest,
     Shards,
+    finished_shards,
     read_checked,
     read_manifest,
     sha256,
@@ -59,7 +60,7 @@ def verify(
         return [Problem(f"{files.url}: {ROOT} is missing")]
     try:
         layout, manifest = open_layout(files)
-        shards = layout.finished(files)
+        shards = finished_shards(files)
     except DamagedStore as error:
         return [Problem(str(error))]
     problems = []
@@ -126,21 +127,19 @@ def repair(
             f"{files.url}: no attention-map store there to repair; "
             "export one with gaupipe export-maps"
         )
-    stored_manifest = _sound_manifest(files)
-    stored_layout = None
-    if root is not None:
-        stored_layout = _sound_layout(root, stored_manifest, files.url)
+    stored = None
+    with contextlib.suppress(DamagedStore):
+        stored = read_manifest(files)
     per_shard = None
-    if stored_layout is not None:
-        refuse_another(files.url, schema, stored_layout.schema)
-        per_shard = stored_layout.images_per_shard
+    with contextlib.suppress(DamagedStore):
+        if root is not None:
+            found = Layout.from_root_file(root, stored, files.url)
+            refuse_another(files.url, schema, found.schema)
+            per_shard = found.images_per_shard
     layout, metadata, manifest = plan(schema, shard_bytes, decoder, per_shard)
-    same_root = root in (layout.root_file(), layout.complete_root_file())
     shards: Shards = {}
-    if stored_manifest is not None and (
-        same_root or stored_manifest.metadata.get(ROOT) == manifest.metadata[ROOT]
-    ):
-        shards = layout.finished(files)
+    if stored is not None and stored.metadata.get(ROOT) == manifest.metadata[ROOT]:
+        shards = finished_shards(files)
     else:  # the files of another store, or of shards of another size, may have the same names
         files.delete_all(files.list(FINISHED))
     # before the root: a killed repair must not leave a manifest of another store with it
@@ -151,17 +150,3 @@ def repair(
     problems = check_shards(files, layout, shards)
     writer.reopen(problem.shard for problem in problems if problem.shard is not None)
     return writer
-
-
-def _sound_manifest(files: Files) -> Manifest | None:
-    try:
-        return read_manifest(files)
-    except DamagedStore:
-        return None
-
-
-def _sound_layout(root: bytes, manifest: Manifest | None, url: str) -> Layout | None:
-    try:
-        return Layout.from_root_file(root, manifest, url)
-    except DamagedStore:
-        return None

@@ -20,13 +20,13 @@ from store.layout import (
     Shard,
     open_layout,
     plan,
-    read_decoder,
     read_metadata,
 )
 from store.manifest import (
     FINISHED,
     MANIFEST,
     Manifest,
+    finished_shards,
     new_name,
     read_manifest,
     write_entry,
@@ -73,7 +73,7 @@ class Writer:
     def pending(self) -> list[Shard]:
         """The shards that are not finished, whoever writes them; read from the store at every
         call."""
-        finished = self._layout.finished(self._files)
+        finished = finished_shards(self._files)
         self._check_same()
         return [shard for shard in self.shards if shard.index not in finished]
 
@@ -119,7 +119,7 @@ class Writer:
     def reopen(self, shards: Iterable[int]) -> None:
         """Makes finished shards (by index) pending again; the store counts as incomplete from
         now on."""
-        kept = self._layout.finished(self._files)
+        kept = finished_shards(self._files)
         writing = self._check_same().writing or new_name()
         self._layout = dataclasses.replace(self._layout, complete=False)
         # first: no reader may take the store for whole from here on
@@ -136,7 +136,7 @@ class Writer:
         while a shard is pending."""
         while True:  # again where another process of this export was quicker
             seen = self._files.generations([MANIFEST, ROOT])
-            finished = self._layout.finished(self._files)
+            finished = finished_shards(self._files)
             self._check_same()
             pending = [shard for shard in self.shards if shard.index not in finished]
             if pending:
@@ -204,11 +204,11 @@ def create(
     """
     files = Files(url)
     root = read_root(files)
-    if root is not None and not overwrite and not resume:
-        raise StoreError(f"{files.url}: there is a store already; --overwrite replaces it")
-    if root is not None and resume:
-        return _resume(files, root, schema, decoder)
     if root is not None:
+        if resume:
+            return _resume(files, root, schema, decoder)
+        if not overwrite:
+            raise StoreError(f"{files.url}: there is a store already; --overwrite replaces it")
         _clear(files, root)
     layout, metadata, manifest = plan(schema, shard_bytes, decoder)
     if root is not None:
@@ -263,13 +263,6 @@ def _resume(
     refuse_another(files.url, schema, layout.schema)
     if manifest is None:  # the process was killed while it created the store
         return _begin(files, *plan(schema, 0, decoder, layout.images_per_shard))
-    if decoder:
-        stored = read_decoder(files, manifest)
-        same = decoder.keys() == stored.keys() and all(
-            np.array_equal(decoder[name], stored[name]) for name in stored
-        )
-        if not same:
-            raise _another(files.url, "another decoder")
     return Writer(files, layout, manifest)
 
 
@@ -277,7 +270,9 @@ def refuse_another(url: str, schema: Schema, stored: Schema) -> None:
     """Raises StoreError where the store at ``url`` is of another schema."""
     difference = schema.difference(stored)
     if difference:
-        raise _another(url, difference)
+        raise StoreError(
+            f"{url}: another export is there, with {difference}; --overwrite replaces it"
+        )
 
 
 def begun_anew(url: str) -> StoreError:
@@ -286,11 +281,6 @@ def begun_anew(url: str) -> StoreError:
         f"{url}: another process has begun the store anew, with --overwrite or --repair; wait for "
         "it to end, or choose another place"
     )
-
-
-def _another(url: str, difference: str) -> StoreError:
-    what = f"another export is there, with {difference}"
-    return StoreError(f"{url}: {what}; --overwrite replaces it")
 
 
 def _clear(files: Files, root: bytes) -> None:

@@ -72,7 +72,7 @@ def counts(name: str, sweep: str) -> dict[str, int]:
     base = load(name)
     data = data_of(name, base)
     return {
-        row.name: count_parameters(untrained_student(settings, data, settings.train))
+        row.name: count_parameters(untrained_student(settings, data))
         for row, settings in resolved(base, sweep)
     }
 
@@ -108,7 +108,7 @@ def test_the_experiments_are_the_papers():
     settings = load("attentionx_vit_small")
     assert (settings.train.optim.lr, settings.train.optim.args) == (1e-4, {})
     data = data_of("attentionx_vit_small", settings)
-    model = untrained_student(settings, data, settings.train)
+    model = untrained_student(settings, data)
     assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
 
 

@@ -120,7 +120,7 @@ def test_student_baseline_and_trained_teachers_have_the_stem():
     teacher = build_teacher(settings, DIGITS)
     for vit in (
         student_of(settings),
-        untrained_student(settings, DIGITS, settings.student_training),
+        untrained_student(settings, DIGITS),
         vit_teacher.build_model(settings, DIGITS),
         teacher.vit,
     ):

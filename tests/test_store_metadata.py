@@ -19,8 +19,8 @@ def test_a_whole_store_of_images_that_are_not_there(tmp_path):
     layout, metadata, manifest = plan(schema, 1, None)
     root = layout.complete_root_file()
     Files(url).write_all({**metadata, MANIFEST: manifest.to_file(), ROOT: root})
-    with pytest.raises(store.DamagedStore, match="names 0 of 5 shards"):
-        store.open(url)
+    with pytest.raises(store.CorruptChunk, match="image 2 .*it is not there"):
+        store.open(url).gather([2])
     assert {problem.what for problem in store.verify(url)} == {"not written yet"}
 
 

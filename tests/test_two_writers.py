@@ -8,7 +8,7 @@ import pytest
 
 import store
 from store.files import Files
-from store.layout import Layout
+from store.manifest import finished_shards
 from stores import assert_stored, make_arrays, make_schema, write_store
 
 EARLIER = make_schema(teacher_sha256="a" * 64)
@@ -84,15 +84,14 @@ def test_a_late_finish_completes_nothing(url, schema):
     earlier = store.create(url, EARLIER, **SHARDS)
     for shard in earlier.shards:
         write(earlier, shard)
-    finished = Layout.finished
 
-    def late(*arguments):
-        shards = finished(*arguments)
+    def late(files):
+        shards = finished_shards(files)
         late_call.stop()
         store.create(url, schema, overwrite=True, **SHARDS)
         return shards
 
-    late_call = patch.object(Layout, "finished", late)
+    late_call = patch("store.writer.finished_shards", late)
     late_call.start()
     with pytest.raises(store.StoreError):
         earlier.finish()

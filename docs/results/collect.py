@@ -140,9 +140,14 @@ def table_of_ratios(groups: list[dict[str, Any]]) -> str:
     for group in groups:
         lines.append(f"| **{group['title']}**: {group['ratio']} | |")
         for label, values in group["rows"].items():
-            ends = [f"{end:.{2 if end < 10 else 0}f}" for end in (min(values), max(values))]
+            ends = [ratio(end) for end in (min(values), max(values))]
             lines.append(f"| {label} | {' to '.join(dict.fromkeys(ends))} |")
     return "\n".join(lines)
+
+
+def ratio(value: float) -> str:
+    """With two digits behind the point, which a ratio of 10 or more does not need."""
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def table_of_inference(entries: list[dict[str, Any]]) -> str:

@@ -22,8 +22,7 @@ from gaupipe.maps.gaussians import local_axes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.training.job import EpochPlan, Training, share_of_dropped_patches, student_training
-from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.student import untrained_student
+from gaupipe.training.student import checked_student
 
 
 class LocalMaps(StoredGaussians):
@@ -148,7 +147,5 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> LocalJo
     ``students`` is False."""
     if students:
         train = without_predictions(settings).student_training
-        student = untrained_student(settings, data, train)
-        local_maps(settings, student)
-        build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
+        local_maps(settings, checked_student(settings, data, train))
     return LocalJob(settings, data)

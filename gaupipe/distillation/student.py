@@ -12,8 +12,7 @@ from gaupipe.distillation.store_choice import MapShape, planned_export
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
-from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.student import untrained_student
+from gaupipe.training.student import checked_student
 from gaupipe.vit.slicing import evenly_spaced
 
 
@@ -62,10 +61,8 @@ def check_student(settings: Settings, data: ImageData, teacher: Any, weights: An
     maps. Nothing is computed: the student is built on the meta device."""
     phase = settings.phase_b
     shape = MapShape.of(teacher)
-    train = settings.student_training
-    student = untrained_student(settings, data, train)
+    student = checked_student(settings, data, settings.student_training)
     export = planned_export(settings, teacher, shape, MapShape.of(student))
     check_fit(student, shape.stored(export), phase, "the teacher")
     if phase.warm_start != "none":
         start_from_teacher(student, phase.warm_start, weights, shape.heads, shape.grid)
-    build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)

@@ -54,8 +54,7 @@ class TeacherJob(Generic[Kind]):
     @property
     def student_shape(self) -> MapShape | None:
         """The shape of the maps of the student that the settings describe."""
-        train = self.settings.student_training
-        return MapShape.of(untrained_student(self.settings, self.data, train))
+        return MapShape.of(untrained_student(self.settings, self.data))
 
     def batches(self, split: Split, batch_size: int | None = None) -> Batches:
         """Batches of a split, as the teacher takes its images, by default of the size for

@@ -89,6 +89,13 @@ class Settings(Section):
         section = getattr(self, name).model_copy(update=changes)
         return self.model_copy(update={name: section})
 
+    def with_buckets(self, count: int | None) -> Settings:
+        """These settings with this number of buckets, where they do not name one; one process alone
+        is left as it is."""
+        if self.data.buckets is not None or count in (None, 1):
+            return self
+        return self.with_section("data", buckets=count)
+
     @property
     def phase_a_augment(self) -> AugmentSettings:
         """The augmentation of phase A. Where a teacher learns Gaussians, no images are mixed: it

@@ -20,24 +20,31 @@ def build_student(
     """The student, to be trained as ``train`` says, as the seed starts it, on the CPU. One that is
     fine-tuned has its trained weights, unless ``trained`` is False."""
     if trained and fine_tunes(settings.model.name):
-        return with_patch_dropout(with_weights(settings, data), train.patch_drop_rate)
-    return untrained_student(settings, data, train, None)
+        student = with_weights(settings, data)
+    else:
+        student = untrained_student(settings, data, None)
+    return with_patch_dropout(student, train.patch_drop_rate)
+
+
+def checked_student(settings: Settings, data: ImageData, train: TrainSettings) -> VisionTransformer:
+    """The student on the meta device, without weights. Raises UserError where it could not be
+    trained as ``train`` says."""
+    student = with_patch_dropout(untrained_student(settings, data), train.patch_drop_rate)
+    build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
+    return student
 
 
 def untrained_student(
-    settings: Settings, data: ImageData, train: TrainSettings, device: str | None = "meta"
+    settings: Settings, data: ImageData, device: str | None = "meta"
 ) -> VisionTransformer:
-    """The student as :func:`build_student` makes it, but for trained weights; on the ``device``
-    "meta" without any weights."""
+    """The student without trained weights; on the ``device`` "meta" without any."""
     model = settings.model
     if fine_tunes(model.name):
-        student = without_weights(settings, data, device)
-    else:
-        torch.manual_seed(settings.seed)
-        options = {name: getattr(model, name) for name in ("attention_options", "match_params")}
-        changes = ("model.student_args", model.student_args)
-        student = build_vit(model, data, model.attention, device, changes, **options)
-    return with_patch_dropout(student, train.patch_drop_rate)
+        return without_weights(settings, data, device)
+    torch.manual_seed(settings.seed)
+    options = {name: getattr(model, name) for name in ("attention_options", "match_params")}
+    changes = ("model.student_args", model.student_args)
+    return build_vit(model, data, model.attention, device, changes, **options)
 
 
 def with_patch_dropout(student: VisionTransformer, rate: float) -> VisionTransformer:
@@ -50,10 +57,3 @@ def with_patch_dropout(student: VisionTransformer, rate: float) -> VisionTransfo
             )
         student.patch_drop = PatchDropout(rate, student.num_prefix_tokens)
     return student
-
-
-def check_baseline(settings: Settings, data: ImageData) -> None:
-    """Raises UserError for what training on the labels alone could not do."""
-    train = settings.baseline_training
-    student = untrained_student(settings, data, train)
-    build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)

@@ -19,13 +19,13 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
-from gaupipe.training.student import check_baseline, untrained_student
+from gaupipe.training.settled import settled
+from gaupipe.training.student import checked_student, untrained_student
 from stages.compare.figures import draw
 from stages.compare.report import Comparison, report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows
 from stages.compare.trainings import RowTraining
 from stages.compare.workers import train
-from stages.runs.directory import settled
 from stages.runs.locks import locked
 
 
@@ -109,7 +109,7 @@ def checked(row: Row, settings: Settings, data: ImageData) -> Settings:
     try:
         select_device(settings.device, settings.threads)
         if row.plain:
-            check_baseline(settings, data)
+            checked_student(settings, data, settings.baseline_training)
         elif settings.phase_a.is_local:
             local.check(settings, data)
         elif settings.phase_a.learns_gaussians:
@@ -121,7 +121,7 @@ def checked(row: Row, settings: Settings, data: ImageData) -> Settings:
             vit = vit_teacher.check(settings, data)
             trained = vit.teacher if isinstance(vit, TeacherJob) else vit.student
             shape = MapShape.of(trained)
-            student = untrained_student(settings, data, settings.student_training)
+            student = untrained_student(settings, data)
             export = chosen(settings, teacher=shape, student=MapShape.of(student))
             return settings.model_copy(update={"export": export})
     except (UserError, store.StoreError) as error:

@@ -159,7 +159,7 @@ class RunDirectory:
                 f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
             )
         if not (folder / "config.yaml").is_file():
-            settings = with_buckets(settings, distributed.world_size())
+            settings = settings.with_buckets(distributed.world_size())
         if distilled:
             return settings, folder
         if any(override.startswith("train.epochs=") for override in overrides):
@@ -272,7 +272,9 @@ class RunDirectory:
         return data
 
     def settled(self, settings: Settings) -> Settings:
-        """The :func:`settled` settings of this run, with its number of buckets."""
+        """The settings with what this run has decided, or decides as it begins."""
+        from gaupipe.training.settled import settled  # with torch
+
         before = load(self.config) if self.config.is_file() else None
         return settled(settings, before)
 
@@ -296,38 +298,6 @@ class RunDirectory:
         one teacher may be trained at once, each with a ``shared`` lock on the run and a lock on
         its own folder."""
         return locked(self.path, "run", shared, begin)
-
-
-def settled(settings: Settings, before: Settings | None = None) -> Settings:
-    """The settings with what is decided where they leave it open, and belongs to a run from its
-    start on: how trained weights expect images, the precision, and the number of buckets; where
-    there is a run ``before``, its own."""
-    if not settings.model.name.startswith("gauvit_"):
-        from gaupipe.teachers.fine_tuning import with_images_of_weights  # with timm
-
-        settings = with_images_of_weights(settings)
-    if settings.precision == "auto":
-        precision = before.precision if before else _precision(settings)
-        settings = settings.model_copy(update={"precision": precision})
-    buckets = before.data.buckets if before else distributed.world_size()
-    return with_buckets(settings, buckets)
-
-
-def _precision(settings: Settings) -> str:
-    """The precision of a run that begins."""
-    from gaupipe.system.device import choose_precision, select_device  # with torch
-    from gaupipe.vit.build import width_of
-
-    device = select_device(settings.device, settings.threads)
-    return choose_precision("auto", device, width_of(settings.model))
-
-
-def with_buckets(settings: Settings, count: int | None) -> Settings:
-    """The settings with this number of buckets, where they do not name one; one process alone is
-    left as it is."""
-    if settings.data.buckets is not None or count in (None, 1):
-        return settings
-    return settings.with_section("data", buckets=count)
 
 
 def last_used() -> RunDirectory:

@@ -1,0 +1,26 @@
+"""Settings with what is decided when a run begins, and then belongs to it."""
+
+from __future__ import annotations
+
+from gaupipe.settings import Settings
+from gaupipe.system import distributed
+from gaupipe.system.device import choose_precision, select_device
+from gaupipe.teachers.fine_tuning import with_images_of_weights
+from gaupipe.vit.build import width_of
+
+
+def settled(settings: Settings, before: Settings | None = None) -> Settings:
+    """The settings with what they leave open: how trained weights expect images, the precision, and
+    the number of buckets; where there is a run ``before``, its own."""
+    settings = with_images_of_weights(settings)
+    if settings.precision == "auto":
+        precision = before.precision if before else chosen_precision(settings)
+        settings = settings.model_copy(update={"precision": precision})
+    buckets = before.data.buckets if before else distributed.world_size()
+    return settings.with_buckets(buckets)
+
+
+def chosen_precision(settings: Settings) -> str:
+    """The precision of a run that begins."""
+    device = select_device(settings.device, settings.threads)
+    return choose_precision("auto", device, width_of(settings.model))
