@@ -19,7 +19,7 @@ be shown:
 
 A table of pairs has the differences of test accuracy that are tested as one family:
 
-    <!-- pairs judge.json "local - labels" "slice, maps - slice" -->
+    <!-- pairs local.json data=clothes "local - labels" "tuned, local - tuned, labels" -->
     <!-- /pairs -->
 
 A table of passages has the epochs until the mean of the last five validation accuracies of a
@@ -107,18 +107,14 @@ def draw_tables(page: str) -> str:
         options = dict(option.split("=", 1) for option in shlex.split(match["options"]))
         baseline = options.pop("baseline", None)
         least_seeds = int(options.pop("seeds", 1))
-        trainings = [
-            training
-            for training in json.loads((DATA / match["file"]).read_text())
-            if all(str(training.get(key)) == wanted for key, wanted in options.items())
-        ]
-        if not trainings:
-            raise SystemExit(f"no training of {match['file']} has {options}")
+        trainings = read(match["file"], options)
         return f"{match[1]}\n{table(trainings, baseline, least_seeds)}\n\n{match[4]}"
 
     def drawn_pairs(match: re.Match[str]) -> str:
-        pairs = [tuple(pair.split(" - ")) for pair in shlex.split(match["pairs"])]
-        trainings = json.loads((DATA / match["file"]).read_text())
+        words = shlex.split(match["pairs"])
+        pairs = [tuple(word.split(" - ")) for word in words if " - " in word]
+        options = dict(word.split("=", 1) for word in words if " - " not in word)
+        trainings = read(match["file"], options)
         return f"{match[1]}\n{table_of_pairs(trainings, pairs)}\n\n{match[4]}"
 
     def drawn_passages(match: re.Match[str]) -> str:
@@ -131,6 +127,18 @@ def draw_tables(page: str) -> str:
 
     page = PASSAGES.sub(drawn_passages, page)
     return ENTRIES.sub(drawn_entries, PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page)))
+
+
+def read(file: str, options: dict[str, str]) -> list[Training]:
+    """The trainings of a file that have these values."""
+    trainings = [
+        training
+        for training in json.loads((DATA / file).read_text())
+        if all(str(training.get(key)) == wanted for key, wanted in options.items())
+    ]
+    if not trainings:
+        raise SystemExit(f"no training of {file} has {options}")
+    return trainings
 
 
 def table_of_ratios(groups: list[dict[str, Any]]) -> str:
