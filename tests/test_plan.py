@@ -241,6 +241,19 @@ def test_an_export_holds_the_maps_of_a_batch(tmp_path):
     assert needs["topk"] > maps + block
 
 
+def test_an_export_of_large_maps_takes_fewer_images_at_once(monkeypatch, tmp_path):
+    config = ["phase_a.teacher=vit", "data.batch_size=50", "device=cpu", "export.layers=[0, 3]"]
+    digits = load("digits_expected", [*config, "export.kind=dense"])
+    of_batch = plan.run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
+    monkeypatch.setattr(
+        "gaupipe.distillation.teacher.MOST_NUMBERS", 50 * 4 * 4 * 16**2
+    )  # 50 images, all blocks
+    fewer = plan.run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
+    maps = 4 * 150 * 2 * 4 * 16**2  # 150 images less, stored blocks, heads, tokens
+    block = 4 * 150 * 16 * 64 * resources.ACTIVATIONS
+    assert of_batch - fewer == 2 * maps + block
+
+
 def test_plan_of_a_world_divides_the_memory(tmp_path):
     digits = load("digits_expected", ["data.batch_size=100", "device=cpu"])
     plans = [plan.run(digits, tmp_path, world_size=size) for size in (1, 4)]

@@ -250,7 +250,7 @@ def table_of_passages(trainings: list[Training], baseline: str) -> str:
         early, whole = (first_passages(of_row, of_reference, goal, True) for goal in (0.98, 1.0))
         cells = [name, str(len(seeds)), epochs_cell(early), epochs_cell(whole)]
         by_seed = [epochs for epochs in whole.saved_by_seed if epochs is not None]
-        if name != baseline and len(by_seed) == len(seeds):
+        if name != baseline and seeds and len(by_seed) == len(seeds):
             saved[name] = by_seed
         lines.append((name, cells))
     verdicts = differences(saved)

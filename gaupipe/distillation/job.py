@@ -126,7 +126,7 @@ def build(
 
 
 def plan_epochs(settings: Settings, maps: store.Store) -> list[EpochPlan]:
-    """For each epoch the weight of L_feat, and what is read of a store of ``maps``."""
+    """For each epoch the weights of L_feat and L_soft, and what is read of a store of ``maps``."""
     phase = settings.phase_b
     train = settings.student_training
     views = maps.schema.views

@@ -31,6 +31,12 @@ MOST_NUMBERS = 10**8
 """Of the maps of a batch from a trained ViT, all blocks together; each takes 4 bytes, or 8 with
 what is stored of it."""
 
+
+def images_at_once(batch_size: int, layers: int, heads: int, tokens: int) -> int:
+    """The size of a batch whose maps have no more than :data:`MOST_NUMBERS`, at least 1."""
+    return min(batch_size, max(1, MOST_NUMBERS // (layers * heads * tokens**2)))
+
+
 Kind = TypeVar("Kind", bound=Teacher | VitTeacher)
 
 
@@ -66,8 +72,7 @@ class TeacherJob(Generic[Kind]):
             teacher = self.teacher
             split, data = as_taken(split, data, teacher.takes)
             tokens = teacher.prefix + math.prod(teacher.grid)
-            numbers = teacher.layers * teacher.heads * tokens**2
-            size = min(size, max(1, MOST_NUMBERS // numbers))
+            size = images_at_once(size, teacher.layers, teacher.heads, tokens)
         return Batches(split, data, self.device, size, settings.workers, settings.num_buckets)
 
     def parameters(self, image_ids: Tensor) -> Tensor | None:

@@ -123,7 +123,7 @@ class Training:
     """Of this ViT: the optimizer, the patience, the epoch that is kept."""
     augment: AugmentSettings
     losses: LabelLosses
-    """Gives the losses of a (batch, gamma)."""
+    """Gives the losses of a (batch, gamma, alpha)."""
     epochs: list[EpochPlan]
     identity: Identity
     source_of_maps: tuple[str, str] | None = None

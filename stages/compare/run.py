@@ -46,7 +46,8 @@ def run(
 
     students   attentions of the students
     seeds      every row is run with each
-    targets    accuracies to compare at; none are shares of the baseline's final accuracy
+    targets    accuracies to compare at; none are shares of what the baseline reaches over its last
+               five epochs
     sweep      a file of further rows, or the name of a shipped one
     only       names of the rows to run, with the plain ViT; none are all rows
     jobs       trainings at once

@@ -19,7 +19,14 @@ from gaupipe.system.device import choose_precision
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.teachers.vit import VitTeacher
-from stages.runs.resources import LIGHTER, SHARD_MB, check_disk, check_memory, export_memory
+from stages.runs.resources import (
+    LIGHTER,
+    PROCESS_BYTES,
+    SHARD_MB,
+    check_disk,
+    check_memory,
+    export_memory,
+)
 
 MOST_SHARD_MB = 4000
 """Each reader of a damaged shard, and ``verify``, holds one in memory."""
@@ -88,6 +95,7 @@ class Place:
         needed = export_memory(
             job.settings, job.teacher, job.data, schema, self.shard_mb, world_size
         )
+        needed -= PROCESS_BYTES  # which this process holds already
         lighter = "take a smaller --image-size or --model" if has_files else LIGHTER
         check_memory("export", needed, lighter)
 

@@ -13,6 +13,7 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import MapShape
+from gaupipe.distillation.teacher import images_at_once
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
@@ -152,7 +153,7 @@ def export_memory(
     world_size: int = 1,
 ) -> int:
     """Bytes that an export takes on the CPU in each process. Of a trained ViT all maps of an
-    evaluation's batch are there at once, far more than a step of its training keeps."""
+    batch are there at once."""
     phase = settings.phase_a
     learned = phase.learns_gaussians
     if learned:
@@ -168,6 +169,9 @@ def export_memory(
     memory += min((WRITERS + 2) * shard, 2 * schema.total_bytes)  # one is made, one put together
     if select_device(settings.device, settings.threads).type == "cpu":
         batch = min(settings.data.eval_batch_size, schema.num_images)
+        if not learned:
+            shape = MapShape.of(model)
+            batch = images_at_once(batch, shape.layers, shape.heads, tokens)
         maps = 4 * batch * schema.layers * schema.heads * tokens**2
         memory += 4 * batch * tokens * ACTIVATIONS * width  # of one block
         if not learned:
