@@ -143,6 +143,7 @@ def test_a_line_for_each_choice_names_the_setting():
         (["phase_b.gamma=0"], None),
         (["phase_b.alpha=0.5"], None),
         (["phase_b.alpha=0.5", "phase_b.alpha_epochs=10"], 10),
+        (["phase_b.alpha=0.5", "phase_b.alpha_epochs=20"], None),
         (["phase_a.teacher=local-dir:mine"], 12),
         (["phase_a.teacher=local"], None),
         (["export.views=null"], None),

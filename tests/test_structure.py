@@ -2,6 +2,7 @@
 function counts like one at the top of a file."""
 
 import ast
+import importlib
 import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -108,3 +109,15 @@ def test_no_test_imports_from_another_test():
         ]
         tests = [name for name in modules if name.startswith(("test_", "conftest"))]
         assert not tests, f"{path.name} imports from {tests}"
+
+
+def test_every_public_name_is_there():
+    lines = (ROOT / "docs" / "public_names.txt").read_text().splitlines()
+    names = [line for line in lines if line.startswith(("gaupipe.", "stages.", "store."))]
+    assert len(names) > 50
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), name

@@ -170,7 +170,9 @@ def resolve(row: Row, base: Settings) -> Settings:
     if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
         settings = settings.with_section("phase_b", shuffle_maps=False)
     if phase_a.is_local:  # neither a map nor a prediction of an image, and no store
-        settings = settings.with_section("phase_b", shuffle_maps=False, alpha=0.0)
+        settings = settings.with_section(
+            "phase_b", shuffle_maps=False, alpha=0.0, alpha_epochs=None
+        )
         return settings.model_copy(update={"export": ExportSettings()})
     if not phase_a.learns_gaussians:  # its store is chosen with the shapes of teacher and student
         return settings

@@ -306,13 +306,15 @@ def _choose_augmentation(
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
     choices.choose("phase_a.augment", True)
-    # predictions to the end would show a student the stored views alone, in all epochs
-    ends = not choices.given("phase_b.alpha") or choices.given("phase_b.alpha_epochs")
+    # predictions after the maps would go on showing a student the stored views alone
+    epochs = choices.given("phase_b.gamma_epochs")
+    ends = not choices.given("phase_b.alpha")
+    if epochs and choices.given("phase_b.alpha_epochs"):
+        ends = choices.given("phase_b.alpha_epochs") <= epochs
     learns = choices.given("phase_b.gamma") and ends
     teacher = choices.given("phase_a.teacher")
     shows_views = teacher == "vit" or is_trained(teacher)
     moves = choices.given("augment.crop_padding") and shows_views
-    epochs = choices.given("phase_b.gamma_epochs")
     most = int(MOST_BYTES / view_bytes)
     if learns and moves and most > 1 and epochs:
         views = min(max(2, epochs), most)
