@@ -206,7 +206,7 @@ class Store:
             if name in reads:
                 stored = self._wait(name, ids, reads[name])
             else:
-                stored = self._in_memory[name][where].copy()  # a slice would show the cache itself
+                stored = self._in_memory[name][ids]  # a copy; a slice would show the cache itself
             self._refuse_missing(name, ids, stored)
             rows[name] = self.schema.decode(name, stored)
         return rows
