@@ -52,24 +52,26 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from stages.compare.measures import Passages, Verdict, differences, first_passages, spread
+from stages.compare.measures import (
+    Passages,
+    Verdict,
+    differences,
+    first_passages,
+    spread,
+    tested_passages,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
 TABLE = re.compile(
-    r"(<!-- table (?P<file>\S+)(?P<options>.*?) -->\n).*?(<!-- /table -->)", re.DOTALL
-)
-PAIRS = re.compile(r"(<!-- pairs (?P<file>\S+)(?P<pairs>.*?) -->\n).*?(<!-- /pairs -->)", re.DOTALL)
-PASSAGES = re.compile(
-    r"(<!-- passages (?P<file>\S+) baseline=(?P<baseline>\S+) -->\n).*?(<!-- /passages -->)",
-    re.DOTALL,
-)
-ENTRIES = re.compile(
-    r"(<!-- (?P<kind>ratios|inference|losses) (?P<file>\S+) -->\n).*?(<!-- /(?P=kind) -->)",
+    r"(<!-- (?P<kind>table|pairs|passages|ratios|inference|losses) (?P<file>\S+)(?P<words>.*?)"
+    r" -->\n)"
+    r".*?(<!-- /(?P=kind) -->)",
     re.DOTALL,
 )
 
@@ -104,33 +106,24 @@ def draw_tables(page: str) -> str:
     """A page's text with each table drawn from its file."""
 
     def drawn(match: re.Match[str]) -> str:
-        options = dict(option.split("=", 1) for option in shlex.split(match["options"]))
-        baseline = options.pop("baseline", None)
-        least_seeds = int(options.pop("seeds", 1))
-        trainings = read(match["file"], options)
-        return f"{match[1]}\n{table(trainings, baseline, least_seeds)}\n\n{match[4]}"
-
-    def drawn_pairs(match: re.Match[str]) -> str:
-        words = shlex.split(match["pairs"])
+        words = shlex.split(match["words"])
         pairs = [tuple(word.split(" - ")) for word in words if " - " in word]
         options = dict(word.split("=", 1) for word in words if " - " not in word)
-        trainings = read(match["file"], options)
-        return f"{match[1]}\n{table_of_pairs(trainings, pairs)}\n\n{match[4]}"
+        arguments: dict[str, Any] = {}
+        if pairs:
+            arguments["pairs"] = pairs
+        if "baseline" in options:
+            arguments["baseline"] = options.pop("baseline")
+        if "seeds" in options:
+            arguments["least_seeds"] = int(options.pop("seeds"))
+        text = DRAWERS[match["kind"]](read(match["file"], options), **arguments)
+        return f"{match[1]}\n{text}\n\n{match[5]}"
 
-    def drawn_passages(match: re.Match[str]) -> str:
-        trainings = json.loads((DATA / match["file"]).read_text())
-        return f"{match[1]}\n{table_of_passages(trainings, match['baseline'])}\n\n{match[4]}"
-
-    def drawn_entries(match: re.Match[str]) -> str:
-        entries = json.loads((DATA / match["file"]).read_text())
-        return f"{match[1]}\n{DRAWERS[match['kind']](entries)}\n\n{match[4]}"
-
-    page = PASSAGES.sub(drawn_passages, page)
-    return ENTRIES.sub(drawn_entries, PAIRS.sub(drawn_pairs, TABLE.sub(drawn, page)))
+    return TABLE.sub(drawn, page)
 
 
 def read(file: str, options: dict[str, str]) -> list[Training]:
-    """The trainings of a file that have these values."""
+    """The trainings, or what was measured, of a file that have these values."""
     trainings = [
         training
         for training in json.loads((DATA / file).read_text())
@@ -207,13 +200,6 @@ def mean_milliseconds(runs: list[Training]) -> float:
     return 1000 * statistics.fmean(run["step_seconds"] for run in runs)
 
 
-DRAWERS = {
-    "ratios": table_of_ratios,
-    "inference": table_of_inference,
-    "losses": table_of_losses,
-}
-
-
 def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> str:
     """Markdown table of the differences of test accuracy of pairs of rows, over the seeds that
     both have; Holm's correction is for all of them."""
@@ -241,27 +227,27 @@ def table_of_passages(trainings: list[Training], baseline: str) -> str:
         run = SimpleNamespace(val_acc=training["curve"], phase_a_epochs=training["teacher_epochs"])
         groups.setdefault(training["name"], {})[training["seed"]] = run
     reference = groups[baseline]
-    lines = []
-    saved = {}
-    for name, runs in groups.items():
-        seeds = sorted(runs.keys() & reference.keys())
-        of_row = [runs[seed] for seed in seeds]
-        of_reference = [reference[seed] for seed in seeds]
-        early, whole = (first_passages(of_row, of_reference, goal, True) for goal in (0.98, 1.0))
-        cells = [name, str(len(seeds)), epochs_cell(early), epochs_cell(whole)]
-        by_seed = [epochs for epochs in whole.saved_by_seed if epochs is not None]
-        if name != baseline and seeds and len(by_seed) == len(seeds):
-            saved[name] = by_seed
-        lines.append((name, cells))
-    verdicts = differences(saved)
-    head = ["row", "seeds", "epochs to 98 %", "to 100 %", "epochs saved", "95 % interval"]
-    head += ["Holm's p", ""]
-    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for name, cells in lines:
-        verdict = verdicts.get(name)
-        decided = "" if verdict is None else verdict.verdict
-        table.append(f"| {' | '.join([*cells, *difference_cells(verdict), decided])} |")
-    return "\n".join(table)
+    seeds = {name: sorted(runs.keys() & reference.keys()) for name, runs in groups.items()}
+
+    def passages_to(goal: float) -> dict[str, Passages]:
+        passages = {}
+        for name, runs in groups.items():
+            of_row = [runs[seed] for seed in seeds[name]]
+            of_reference = [reference[seed] for seed in seeds[name]]
+            passages[name] = first_passages(of_row, of_reference, goal, is_share=True)
+        return tested_passages(passages, baseline)
+
+    early = passages_to(0.98)
+    lines = [
+        "| row | seeds | epochs to 98 % | to 100 % | epochs saved | 95 % interval | Holm's p |  |",
+        "|---" * 8 + "|",
+    ]
+    for name, whole in passages_to(1.0).items():
+        cells = [name, str(len(seeds[name])), epochs_cell(early[name]), epochs_cell(whole)]
+        cells += difference_cells(whole.saved)
+        cells.append(whole.saved.verdict if whole.saved else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def epochs_cell(passages: Passages) -> str:
@@ -350,6 +336,16 @@ def mean_and_std(numbers: list[float], digits: int = 1) -> str:
     if result.std is None:
         return f"{result.mean:.{digits}f}"
     return f"{result.mean:.{digits}f} ± {result.std:.{digits}f}"
+
+
+DRAWERS: dict[str, Callable[..., str]] = {
+    "table": table,
+    "pairs": table_of_pairs,
+    "passages": table_of_passages,
+    "ratios": table_of_ratios,
+    "inference": table_of_inference,
+    "losses": table_of_losses,
+}
 
 
 def checked_out() -> str:

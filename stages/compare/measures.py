@@ -7,8 +7,9 @@ curve is the validation accuracy after each epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import sub, truediv
 from statistics import fmean, stdev
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from stages.compare.trainings import FinishedTraining
 
 Name = TypeVar("Name", bound=Any)
 """Of a row of a table; names can be sorted."""
+Number = TypeVar("Number", int, float)
 
 LEVEL = 0.05
 SMOOTHED_EPOCHS = 5
@@ -94,36 +96,46 @@ def first_passages(
     may pass it before its last epoch."""
     epochs: list[int | None] = []
     epochs_with_phase_a: list[int | None] = []
-    speedups: list[float | None] = []
-    saved: list[int | None] = []
+    of_reference: list[int | None] = []
     for run, other in zip(runs, reference, strict=True):
         curve_of_reference = smoothed(other.val_acc)
         accuracy = goal * curve_of_reference[-1] if is_share else goal
-        of_reference = epochs_to(curve_of_reference, accuracy)
+        of_reference.append(epochs_to(curve_of_reference, accuracy))
         taken = epochs_to(smoothed(run.val_acc), accuracy)
         epochs.append(taken)
-        if taken is None:
-            epochs_with_phase_a.append(None)
-            speedups.append(None)
-            saved.append(None)
-            continue
-        taken += run.phase_a_epochs
-        epochs_with_phase_a.append(taken)
-        if of_reference is None:
-            speedups.append(None)
-            saved.append(None)
-            continue
-        speedups.append(of_reference / taken)
-        saved.append(of_reference - taken)
+        epochs_with_phase_a.append(None if taken is None else taken + run.phase_a_epochs)
     return Passages(
         goal,
         is_share,
         reached=sum(taken is not None for taken in epochs),
         epochs=spread(epochs),
         epochs_with_phase_a=spread(epochs_with_phase_a),
-        speedup=spread(speedups),
-        saved_by_seed=saved,
+        speedup=spread(_where_both_are(truediv, of_reference, epochs_with_phase_a)),
+        saved_by_seed=_where_both_are(sub, of_reference, epochs_with_phase_a),
     )
+
+
+def _where_both_are(
+    combine: Callable[[int, int], Number], one: list[int | None], other: list[int | None]
+) -> list[Number | None]:
+    """The values combined seed by seed; None where one of them is."""
+    return [
+        None if first is None or second is None else combine(first, second)
+        for first, second in zip(one, other, strict=True)
+    ]
+
+
+def tested_passages(passages: Mapping[Name, Passages], reference: Name) -> dict[Name, Passages]:
+    """The passages of the rows of a table to one goal, with the epochs that they save over the
+    reference tested as a family. A row that did not reach the goal with every seed is not tested.
+    """
+    saved = {}
+    for name, row in passages.items():
+        by_seed = [epochs for epochs in row.saved_by_seed if epochs is not None]
+        if name != reference and by_seed and len(by_seed) == len(row.saved_by_seed):
+            saved[name] = by_seed
+    tested = differences(saved)
+    return {name: replace(row, saved=tested.get(name)) for name, row in passages.items()}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from stages.compare.measures import (
     first_passages,
     front,
     spread,
+    tested_passages,
 )
 from stages.compare.rows import BASELINE, CONTROLS, DISTILLED
 from stages.compare.trainings import FinishedTraining, RowTraining
@@ -144,13 +145,7 @@ def _passages(
     passages = {
         row.row: first_passages(row.runs, reference.runs, goal, is_share=is_share) for row in rows
     }
-    saved = {}
-    for name, row in passages.items():
-        by_seed = [epochs for epochs in row.saved_by_seed if epochs is not None]
-        if name != reference.row and len(by_seed) == len(row.saved_by_seed):
-            saved[name] = by_seed
-    tested = differences(saved)
-    return {name: replace(row, saved=tested.get(name)) for name, row in passages.items()}
+    return tested_passages(passages, reference.row)
 
 
 def _row(

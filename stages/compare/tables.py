@@ -59,12 +59,12 @@ def tables(results: Comparison) -> Iterator[Table]:
         (_passages(row, seeds, len(goals)) for row in rows),
         caption,
     )
-    saved = [(row.row, row.at[-1].saved) for row in rows if row.at]
-    if any(epochs is not None for _, epochs in saved) and seeds > 1:
+    saved = [(row.row, row.at[-1].saved) for row in rows if row.at and row.at[-1].saved]
+    if saved and seeds > 1:
         yield _table(
             f"Epochs saved {names[-1]}, phase A counted, paired by seed",
             ["epochs", "95 % interval", "p", "Holm's p", ""],
-            [_difference(name, epochs, "{:+.1f}", scale=1) for name, epochs in saved if epochs],
+            [_difference(name, epochs, "{:+.1f}", scale=1) for name, epochs in saved],
         )
     yield _table(
         f"At the end, {over}",
