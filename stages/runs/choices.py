@@ -306,17 +306,17 @@ def _choose_augmentation(
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
     choices.choose("phase_a.augment", True)
-    # predictions after the maps would go on showing a student the stored views alone
     epochs = choices.given("phase_b.gamma_epochs")
-    ends = not choices.given("phase_b.alpha")
-    if epochs and choices.given("phase_b.alpha_epochs"):
-        ends = choices.given("phase_b.alpha_epochs") <= epochs
-    learns = choices.given("phase_b.gamma") and ends
+    alpha_epochs: float = 0
+    if choices.given("phase_b.alpha"):
+        alpha_epochs = choices.given("phase_b.alpha_epochs") or math.inf
+    # predictions after the maps would go on showing a student the stored views alone
+    learns = choices.given("phase_b.gamma") and epochs and alpha_epochs <= epochs
     teacher = choices.given("phase_a.teacher")
     shows_views = teacher == "vit" or is_trained(teacher)
     moves = choices.given("augment.crop_padding") and shows_views
     most = int(MOST_BYTES / view_bytes)
-    if learns and moves and most > 1 and epochs:
+    if learns and moves and most > 1:
         views = min(max(2, epochs), most)
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", views, reason)

@@ -152,33 +152,34 @@ def export_memory(
     shard_mb: float = SHARD_MB,
     world_size: int = 1,
 ) -> int:
-    """Bytes that an export takes on the CPU in each process. Of a trained ViT all maps of an
-    batch are there at once."""
-    phase = settings.phase_a
-    learned = phase.learns_gaussians
-    if learned:
-        memory = training_memory(settings, model, data, phase.optim.ema, world_size)
-        tokens = schema.tokens
-        width = 0  # the activations are in it
+    """Bytes that an export takes on the CPU in each process."""
+    if isinstance(model, Teacher):
+        ema = settings.phase_a.optim.ema
+        memory = training_memory(settings, model, data, ema, world_size)
     else:
-        vit = model.model if isinstance(model, VitTeacher) else model
         memory = PROCESS_BYTES + 4 * count_parameters(model) + bytes_of_images(data)
-        tokens = math.prod(MapShape.of(model).grid) + getattr(vit, "num_prefix_tokens", 0)
-        width = vit.num_features
     shard = max(int(shard_mb * 1e6), schema.bytes_per_image)
     memory += min((WRITERS + 2) * shard, 2 * schema.total_bytes)  # one is made, one put together
     if select_device(settings.device, settings.threads).type == "cpu":
-        batch = min(settings.data.eval_batch_size, schema.num_images)
-        if not learned:
-            shape = MapShape.of(model)
-            batch = images_at_once(batch, shape.layers, shape.heads, tokens)
-        maps = 4 * batch * schema.layers * schema.heads * tokens**2
-        memory += 4 * batch * tokens * ACTIVATIONS * width  # of one block
-        if not learned:
-            memory += maps
-        if schema.kind == "dense":
-            memory += maps
+        memory += memory_of_maps(settings, model, schema)
     return memory
+
+
+def memory_of_maps(settings: Settings, model: Any, schema: store.Schema) -> int:
+    """Bytes of the maps of a batch, as a teacher shows them and, where they are stored whole, once
+    more. Gaussians are no maps; a trained ViT also has the activations of a block."""
+    batch = min(settings.data.eval_batch_size, schema.num_images)
+    tokens = schema.tokens
+    times = int(schema.kind == "dense")
+    activations = 0
+    if not isinstance(model, Teacher):
+        vit = model.model if isinstance(model, VitTeacher) else model
+        shape = MapShape.of(model)
+        tokens = math.prod(shape.grid) + getattr(vit, "num_prefix_tokens", 0)
+        batch = images_at_once(batch, shape.layers, shape.heads, tokens)
+        times += 1
+        activations = 4 * batch * tokens * ACTIVATIONS * vit.num_features
+    return times * 4 * batch * schema.layers * schema.heads * tokens**2 + activations
 
 
 def check_resources(plan: PhaseAPlan, run_dir: Path) -> None:
