@@ -1,4 +1,4 @@
-"""gaupipe trains small vision transformers in fewer epochs by splitting the work in two.
+"""gaupipe shows where vision transformers look, and trains small ones that are told where to look.
 
 ``import gaupipe`` makes the ``gauvit_*`` models and the ``gau_*`` attentions known to timm.
 """

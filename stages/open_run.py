@@ -53,7 +53,7 @@ class Run:
     @cached_property
     def store(self) -> store.Store:
         """The store of the teacher's maps. Raises StoreError where there is none, and UserError for
-        the teacher local, which has none."""
+        ``local``, which has none."""
         url = str(self.directory.stored())
         teacher_sha256 = self.directory.teacher_digest()
         return store.open(url, dataset_sha256=self.data.sha256, teacher_sha256=teacher_sha256)
@@ -77,7 +77,7 @@ class Run:
         where ``view`` is None."""
         if self.settings.phase_a.is_local:
             if view is not None:
-                raise UserError(f"view={view}: the teacher local has the same maps for all views")
+                raise UserError(f"view={view}: local has the same maps for all views")
             student = untrained_student(self.settings, self.data)
             maps = local_maps(self.settings, student)
             image_ids = checked(ids, len(self.data.train), f"images in {self.directory.path}")

@@ -1,5 +1,5 @@
 """Phase A: the training of the teacher, a ViT with GauAttention or an ordinary one; a teacher that
-was trained before, and the teacher local, begin the run."""
+was trained before, and the fixed maps of ``local``, begin the run."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def write_metrics(job: LocalJob, directory: RunDirectory) -> None:
     numbers = dict.fromkeys(("train_loss", "train_acc", "val_acc"))
     write_whole(path, json.dumps({"epoch": 0, **numbers, "seconds": 0.0}) + "\n")
     print(
-        f"gaupipe: phase A: nothing to train: the teacher local has "
+        f"gaupipe: phase A: nothing to train: local has "
         f"{described(job.settings.phase_a)}; it predicts nothing, so alpha will be 0",
         file=sys.stderr,
     )

@@ -54,7 +54,7 @@ def train_student(
 
     teacher     the run whose phase A it learns from; None for the baseline
     maps_url    the teacher's store; None is the run's own, which must then be of that teacher, or
-                the maps that the teacher local has without a store
+                the maps that ``local`` has without a store
     """
     return run_request(StudentRequest(settings, folder, teacher=teacher, maps_url=maps_url))
 

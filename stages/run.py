@@ -67,7 +67,9 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
     export.ensure(run_dir, export=settings.export, data=data)
-    lines = [line_of_teacher(teacher, len(data.val))]
+    lines = []
+    if not settings.phase_a.is_local:
+        lines.append(line_of_teacher(teacher, len(data.val)))
     for distilled, how in students.items():
         folder = run_directory.student(attention, distilled)
         begun = folder.exists()
@@ -84,6 +86,8 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
 def how_distilled(settings: Settings) -> str:
     """How the student of phase B is made, in words."""
     phase = settings.phase_b
+    if settings.phase_a.is_local:
+        return "local"
     if phase.alpha == phase.gamma == 0 and phase.warm_start != "none":
         return "from the teacher"
     return "distilled"

@@ -61,7 +61,7 @@ def local_maps(settings: Settings, student: VisionTransformer) -> LocalMaps:
     shape = MapShape.of(student)
     if settings.phase_b.shuffle_maps:
         raise UserError(
-            "phase_b.shuffle_maps: the teacher local has the same maps for all images; the control "
+            "phase_b.shuffle_maps: local has the same maps for all images; the control "
             "is phase_a.local.permuted=true"
         )
     if len(local.std) > shape.heads:
@@ -75,7 +75,7 @@ def local_maps(settings: Settings, student: VisionTransformer) -> LocalMaps:
         generator = torch.Generator().manual_seed(settings.seed)
         permutation = wrong_places(shape.grid[0] * shape.grid[1], generator)
     maps = LocalMaps(shape, stds, permutation)
-    check_fit(student, maps, settings.phase_b, "the teacher local")
+    check_fit(student, maps, settings.phase_b, "local")
     return maps
 
 
@@ -88,12 +88,11 @@ def wrong_places(tokens: int, generator: torch.Generator) -> Tensor:
 
 
 def without_predictions(settings: Settings) -> Settings:
-    """The settings of a student of the teacher local, which predicts nothing: alpha is 0. Raises
+    """The settings of a student of ``local``, which predicts nothing: alpha is 0. Raises
     UserError where nothing else is left to learn from."""
     if settings.phase_b.beta + settings.phase_b.gamma == 0:
         raise UserError(
-            "phase_b.alpha: the teacher local predicts no classes, and beta and gamma are 0: set "
-            "phase_b.beta=1"
+            "phase_b.alpha: local predicts no classes, and beta and gamma are 0: set phase_b.beta=1"
         )
     return settings.with_section("phase_b", alpha=0.0)
 
@@ -130,7 +129,7 @@ def build(
     ]
     losses = StudentLosses(student, settings, lambda _batch: maps)
     teacher = described(settings.phase_a)
-    remarks = [f"the teacher local has {teacher}; it predicts nothing, so phase_b.alpha is 0"]
+    remarks = [f"local has {teacher}; it predicts nothing, so phase_b.alpha is 0"]
     return student_training(settings, data, device, student, train, losses, epochs, remarks)
 
 

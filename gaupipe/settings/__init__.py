@@ -154,7 +154,7 @@ class Settings(Section):
         if self.phase_b.warm_start == "exact":
             self._check_exact()
         if self.phase_b.warm_start != "none" and self.phase_a.is_local:
-            raise ValueError("phase_b.warm_start: the teacher local has no weights: take none")
+            raise ValueError("phase_b.warm_start: local has no weights: take none")
         if self.phase_b.warm_start == "slice" and self.phase_a.learns_gaussians:
             raise ValueError(
                 "phase_b.warm_start=slice is cut from a trained ViT: take warm_start=teacher for a "

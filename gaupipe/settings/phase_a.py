@@ -108,7 +108,7 @@ class PhaseASettings(Section):
     def _without_gaussians(self) -> PhaseASettings:
         if self.is_local:
             if self.teacher_args:
-                raise ValueError("teacher_args: the teacher local is no network: see local")
+                raise ValueError("teacher_args: the teacher local is no network: see phase_a.local")
             return self
         if self.teacher == "vit":
             usable_model_args(self.teacher_args)

@@ -101,7 +101,7 @@ class ExportRequest:
 
 
 def run(request: ExportRequest) -> str | None:
-    """Writes a store and returns its path or URL; None for the teacher local, which has none. An
+    """Writes a store and returns its path or URL; None for ``local``, which has none. An
     unfinished store of the same teacher is continued: its finished shards stay."""
     settings = request.check()
     if settings.phase_a.is_local and request.teacher is None:
@@ -113,17 +113,15 @@ def run(request: ExportRequest) -> str | None:
 
 
 def say_nothing_to_export(settings: Settings, out: str | None) -> None:
-    """Says that the teacher local has no store. Raises UserError for a place that is to get it."""
+    """Says that ``local`` has no store. Raises UserError for a place that is to get it."""
     if out is not None:
         raise UserError(
-            f"--out {out}: the maps of the teacher local are stored nowhere, phase B makes them: "
-            "leave it out"
+            f"--out {out}: the maps of local are stored nowhere, phase B makes them: leave it out"
         )
     if distributed.is_main():
         maps = described(settings.phase_a)
         print(
-            f"gaupipe: export: nothing to store: the teacher local has {maps}; "
-            "phase B makes its maps",
+            f"gaupipe: export: nothing to store: local has {maps}; phase B makes its maps",
             file=sys.stderr,
         )
 
@@ -177,7 +175,7 @@ def ensure(
     augment: AugmentSettings | None = None,
     data: ImageData | None = None,
 ) -> str:
-    """The store of a run: as it is if it is complete, else written; of the teacher local none.
+    """The store of a run: as it is if it is complete, else written; of ``local`` none.
     ``export`` says what is stored; None leaves that to the settings, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)

@@ -51,7 +51,7 @@ FINE_TUNING_EPOCHS = 10
 MOST_BYTES = 2e9  # of all stored views
 
 LOCAL_STDS = {1: [1.5], 2: [0.8, 2.0]}
-"""Stds of the teacher local for models with few heads."""
+"""Stds of ``local`` for models with few heads."""
 
 WITH_A_TEACHER = ("phase_a.", "export.", "phase_b.")
 """Settings that a training without a teacher does not read."""

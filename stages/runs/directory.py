@@ -76,8 +76,8 @@ class RunDirectory:
         """The run's own store. Raises UserError where the run's teacher has none."""
         if not self.maps.exists() and self.config.is_file() and self.settings().phase_a.is_local:
             raise UserError(
-                f"{self.path} has no store: its teacher local has the same Gaussians for all "
-                "images, and phase B makes them; 'gaupipe view' shows the maps of its students"
+                f"{self.path} has no store: local has the same Gaussians for all images, "
+                "and phase B makes them; 'gaupipe view' shows the maps of its students"
             )
         return self.maps
 
