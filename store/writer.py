@@ -220,12 +220,13 @@ def create(
         first = files.read(ROOT)
         if first != layout.root_file():  # of a process that was quicker
             return _resume(files, first, schema, decoder)
-    return _begin(files, layout, metadata, manifest)
+    return _write_metadata(files, layout, metadata, manifest)
 
 
-def _begin(
+def _write_metadata(
     files: Files, layout: Layout, metadata: Mapping[str, bytes], manifest: Manifest
 ) -> Writer:
+    """Writes what a new store has beside its root before a shard is written; returns its writer."""
     files.write_all(metadata)
     # last, as from now on shards can be written; another process may have finished them by now
     files.create(MANIFEST, manifest.to_file())
@@ -264,7 +265,7 @@ def _resume(
     layout = Layout.from_root_file(root, manifest, files.url)
     refuse_another(files.url, schema, layout.schema)
     if manifest is None:  # the process was killed while it created the store
-        return _begin(files, *plan(schema, 0, decoder, layout.images_per_shard))
+        return _write_metadata(files, *plan(schema, 0, decoder, layout.images_per_shard))
     refuse_lost_shards(layout, manifest, files.url)
     refuse_another_decoder(files, manifest, decoder)
     return Writer(files, layout, manifest)
