@@ -120,6 +120,7 @@ def adopt(job: VitJob, directory: RunDirectory, resume: bool) -> list[EpochMetri
     say_what_students_lack(job)
     if directory.teacher_digest() is not None:
         check_unchanged(job, directory)
+
     path = directory.phase_a / "metrics.jsonl"
     with opened_teacher(directory, job.settings, job.data, resume) as finished:
         if not finished:
@@ -129,11 +130,13 @@ def adopt(job: VitJob, directory: RunDirectory, resume: bool) -> list[EpochMetri
             accuracy = metrics["val_acc"]
             if job.teacher.predicts and accuracy is not None:
                 say_own_head(job, accuracy)
+
             if distributed.is_main():
                 path.parent.mkdir(exist_ok=True)
                 if job.probe is not None:
                     job.probe.save(directory.probe, source_of_probe(job))
                 write_whole(path, json.dumps(metrics) + "\n")
+                # last: with the metrics it says that phase A has finished
                 directory.write_teacher_digest(job.sha256)
     return read_metrics(path)
 

@@ -64,9 +64,11 @@ def run(
         rows = sweep_rows(read_yaml(sweep, "sweeps"), sweep, rows)
     if only:
         rows = select_rows(rows, only)
+
     loggers.check(settings.log.to)
     trainings = plan(rows, settings, seeds, run_dir, test)
     check_folder(run_dir)
+
     with locked(run_dir, "comparison"):
         outcomes = train([*chain(*trainings)], jobs, imports)
         results = report(settings.data.name, trainings, outcomes, targets)
