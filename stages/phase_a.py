@@ -65,10 +65,10 @@ def run(
         directory.check_free(request, resume)
         images = read_data(request, directory, data)
         if request.phase_a.is_local:
-            return local.check(request, images, students)
+            return local.checked_job(request, images, students)
         if not request.phase_a.learns_gaussians:
-            return vit_teacher.check(request, images, students)
-        teacher = gaussian_teacher.check(request, images, students)
+            return vit_teacher.checked_job(request, images, students)
+        teacher = gaussian_teacher.checked_teacher(request, images, students)
         if not force:  # before any per-image parameter is made
             plan = make_plan(request, teacher, images, world_size=distributed.world_size())
             check_resources(plan, directory.path)
@@ -77,7 +77,7 @@ def run(
     job = ranks.resolve(resolve, directory.path)
     match job:
         case LocalJob():
-            return begin(job, directory, resume)
+            return record_local(job, directory, resume)
         case Training():
             return train_vit(job, directory, resume)
         case TeacherJob(teacher=VitTeacher()):
@@ -120,6 +120,7 @@ def adopt(job: VitJob, directory: RunDirectory, resume: bool) -> list[EpochMetri
     say_what_students_lack(job)
     if directory.teacher_digest() is not None:
         check_unchanged(job, directory)
+
     path = directory.phase_a / "metrics.jsonl"
     with opened_teacher(directory, job.settings, job.data, resume) as finished:
         if not finished:
@@ -129,18 +130,20 @@ def adopt(job: VitJob, directory: RunDirectory, resume: bool) -> list[EpochMetri
             accuracy = metrics["val_acc"]
             if job.teacher.predicts and accuracy is not None:
                 say_own_head(job, accuracy)
+
             if distributed.is_main():
                 path.parent.mkdir(exist_ok=True)
                 if job.probe is not None:
                     job.probe.save(directory.probe, source_of_probe(job))
                 write_whole(path, json.dumps(metrics) + "\n")
+                # last: with the metrics it says that phase A has finished
                 directory.write_teacher_digest(job.sha256)
     return read_metrics(path)
 
 
-def begin(job: LocalJob, directory: RunDirectory, resume: bool) -> list[EpochMetrics]:
-    """Begins the run in its directory. Returns the metrics: one entry, of epoch 0, without
-    accuracies."""
+def record_local(job: LocalJob, directory: RunDirectory, resume: bool) -> list[EpochMetrics]:
+    """Begins the run of a teacher that is not trained. Returns the metrics: one entry, of epoch 0,
+    without accuracies."""
     path = directory.phase_a / "metrics.jsonl"
     with opened_teacher(directory, job.settings, job.data, resume):
         if distributed.is_main():

@@ -142,7 +142,7 @@ def plan_phases(
     built = checked_student(settings, data, train)
     student = plan_student(settings, built, data, "distilled", train, world_size)
     if settings.phase_a.is_local:
-        local.check(settings, data)
+        local.checked_job(settings, data)
         return {"phase_b": student}, 0
     teacher = build_teacher(settings, data)
     export = planned_export(settings, teacher, MapShape.of(teacher), MapShape.of(built))

@@ -21,8 +21,8 @@ from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import other_teacher
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
-from stages.runs import trained
 from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_teacher
 from store.encoding import LOG_STD_STEP, MEAN_STEP
 
 FURTHEST = 0.01
@@ -52,7 +52,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     the same draws. Raises UserError if the run is not there and StoreError if the store is another
     teacher's.
     """
-    job = load_teacher(url, run_dir)
+    job = teacher_of_store(url, run_dir)
     maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=job.sha256)
     differences = list(differing_decoder(maps, job))
     batches = job.batches(job.data.train)
@@ -89,8 +89,9 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     return differences
 
 
-def load_teacher(url: str, run_dir: Path | None) -> TeacherJob[Any]:
-    """Loads the teacher of a store: the run's, or a trained ViT that the export was given."""
+def teacher_of_store(url: str, run_dir: Path | None) -> TeacherJob[Any]:
+    """Loads the teacher whose maps a store holds: the run's, or a trained ViT that the export was
+    given in its place."""
     schema = store.open(url).schema
     notes = StoreNotes.of(schema)
     if notes.files is not None and notes.transform is not None:
@@ -105,7 +106,7 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob[Any]:
     directory = RunDirectory(run_dir)
     teacher = notes.teacher
     if directory.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
-        job = trained.load_teacher(directory)
+        job = load_teacher(directory)
     else:
         settings = directory.settings()
         data = directory.load_data(settings)

@@ -23,9 +23,10 @@ class OtherVersion(StoreError):
 
 
 class CorruptChunk(StoreError):
-    """The stored numbers of one image are damaged or missing.
+    """The stored numbers of an image are damaged or missing; in an array with few bytes an image
+    those of a whole shard.
 
-    Attributes: `image_id` (int) and `array`, the name of the zarr array.
+    Attributes: `image_id` (int), of one such image, and `array`, the name of the zarr array.
     """
 
     def __init__(self, message: str, image_id: int, array: str):

@@ -164,6 +164,20 @@ def open_layout(files: Files) -> tuple[Layout, Manifest]:
     return layout, manifest
 
 
+def refuse_lost_shards(layout: Layout, manifest: Manifest, url: str) -> None:
+    """Raises DamagedStore for a complete store whose manifest does not name a file of every array
+    and shard. Names are compared; no file is read."""
+    if not layout.complete:
+        return
+    names = layout.names  # once, as there may be many shards
+    for shard in layout.shards:
+        named = manifest.shards.get(shard.index, {})
+        for name in names:
+            if name not in named:
+                images = f"images {shard.start} to {shard.stop - 1}"
+                raise damaged(url, f"{MANIFEST} does not name the {name} of {images}")
+
+
 def incomplete(url: str) -> UnfinishedStore:
     return UnfinishedStore(f"{url}: the store is incomplete; continue with gaupipe export-maps")
 

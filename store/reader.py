@@ -14,7 +14,16 @@ import numpy as np
 
 from store.errors import CorruptChunk, StoreError
 from store.files import Files, explain, is_damage, local_folder, refuse_after_fork
-from store.layout import ROOT, Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
+from store.layout import (
+    ROOT,
+    Layout,
+    Shard,
+    incomplete,
+    open_layout,
+    read_decoder,
+    read_metadata,
+    refuse_lost_shards,
+)
 from store.manifest import Manifest, finished_shards
 
 INDEX_BYTES = 16
@@ -36,12 +45,14 @@ def open(
     A store of at most `preload_bytes` (as numbers, uncompressed) is read into memory whole. Raises
     UnfinishedStore when there is no store or it is incomplete (unless allowed), StoreError when its
     data set or teacher is not the one asked for, and DamagedStore when its metadata changed after
-    it was written.
+    it was written, or does not name all of its shards.
     """
     files = Files(url)
     layout, manifest = open_layout(files)
-    if not layout.complete and not allow_incomplete:
-        raise incomplete(files.url)
+    if not allow_incomplete:
+        if not layout.complete:
+            raise incomplete(files.url)
+        refuse_lost_shards(layout, manifest, files.url)
     for what, stored, expected in (
         ("data set", layout.schema.dataset_sha256, dataset_sha256),
         ("teacher", layout.schema.teacher_sha256, teacher_sha256),
@@ -246,7 +257,7 @@ class Store:
 
     def _refuse_absent(self, name: str, ids: np.ndarray, absent: np.ndarray) -> None:
         if absent.any():
-            raise self._corrupt(name, int(ids[absent.argmax()]), "it is not there")
+            raise self._corrupt(name, int(ids[absent.argmax()]), "nothing is stored")
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
         """Reads image by image after a batched read failed; the error names the image."""
@@ -263,9 +274,15 @@ class Store:
 
     def _corrupt(self, name: str, image_id: int, what: str) -> CorruptChunk:
         shard = self._layout.shard(image_id // self._layout.images_per_shard)
+        images = f"images {shard.start} to {shard.stop - 1}"
+        lost = f"image {image_id}"
+        needs_repair = f"shard {shard.index} ({images})"
+        if self._layout.is_column(name):  # the whole shard is one chunk
+            lost = images
+            needs_repair = f"shard {shard.index}"
         return CorruptChunk(
-            f"{self.url}: {name} of image {image_id} cannot be read: {what}; shard {shard.index} "
-            f"(images {shard.start} to {shard.stop - 1}) needs gaupipe export-maps --repair",
+            f"{self.url}: {name} of {lost} cannot be read: {what}; {needs_repair} needs gaupipe "
+            "export-maps --repair",
             image_id,
             name,
         )

@@ -22,7 +22,7 @@ from store.manifest import (
     sha256,
 )
 from store.schema import Schema
-from store.writer import Writer, refuse_another
+from store.writer import Writer, refuse_another, refuse_another_decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def repair(
 
     The writer that comes back has those shards in `pending()`: write them and call `finish()`.
     `schema`, `shard_bytes` and `decoder` are those of the export that made the store. Raises
-    StoreError when the store is of another schema.
+    StoreError when the store is of another schema or has another decoder.
     """
     files = Files(url)
     root = files.read(ROOT)
@@ -136,6 +136,8 @@ def repair(
             found = Layout.from_root_file(root, stored, files.url)
             refuse_another(files.url, schema, found.schema)
             per_shard = found.images_per_shard
+        if stored is not None:
+            refuse_another_decoder(files, stored, decoder)
     layout, metadata, manifest = plan(schema, shard_bytes, decoder, per_shard)
     shards: Shards = {}
     if stored is not None and stored.metadata.get(ROOT) == manifest.metadata[ROOT]:

@@ -20,7 +20,9 @@ from store.layout import (
     Shard,
     open_layout,
     plan,
+    read_decoder,
     read_metadata,
+    refuse_lost_shards,
 )
 from store.manifest import (
     FINISHED,
@@ -200,7 +202,7 @@ def create(
     `shard_bytes` is the size of a shard before compression. `decoder`: the arrays that turn
     embeddings into Gaussians, for kind 'embedding', or those that all images share, for kind
     'prior'. Raises StoreError when a store is there already and neither `overwrite` nor `resume` is
-    given, when `resume` meets another schema, and when something else is there.
+    given, when `resume` meets another schema or decoder, and when something else is there.
     """
     files = Files(url)
     root = read_root(files)
@@ -218,12 +220,13 @@ def create(
         first = files.read(ROOT)
         if first != layout.root_file():  # of a process that was quicker
             return _resume(files, first, schema, decoder)
-    return _begin(files, layout, metadata, manifest)
+    return _write_metadata(files, layout, metadata, manifest)
 
 
-def _begin(
+def _write_metadata(
     files: Files, layout: Layout, metadata: Mapping[str, bytes], manifest: Manifest
 ) -> Writer:
+    """Writes what a new store has beside its root before a shard is written; returns its writer."""
     files.write_all(metadata)
     # last, as from now on shards can be written; another process may have finished them by now
     files.create(MANIFEST, manifest.to_file())
@@ -262,7 +265,9 @@ def _resume(
     layout = Layout.from_root_file(root, manifest, files.url)
     refuse_another(files.url, schema, layout.schema)
     if manifest is None:  # the process was killed while it created the store
-        return _begin(files, *plan(schema, 0, decoder, layout.images_per_shard))
+        return _write_metadata(files, *plan(schema, 0, decoder, layout.images_per_shard))
+    refuse_lost_shards(layout, manifest, files.url)
+    refuse_another_decoder(files, manifest, decoder)
     return Writer(files, layout, manifest)
 
 
@@ -270,9 +275,24 @@ def refuse_another(url: str, schema: Schema, stored: Schema) -> None:
     """Raises StoreError where the store at ``url`` is of another schema."""
     difference = schema.difference(stored)
     if difference:
-        raise StoreError(
-            f"{url}: another export is there, with {difference}; --overwrite replaces it"
-        )
+        raise another_export(url, difference)
+
+
+def refuse_another_decoder(
+    files: Files, manifest: Manifest, decoder: Mapping[str, np.ndarray] | None
+) -> None:
+    """Raises StoreError where the store has another decoder, with which the embeddings of this
+    export would be other Gaussians."""
+    stored = read_decoder(files, manifest)
+    given = decoder or {}
+    same_names = stored.keys() == given.keys()
+    if not same_names or not all(np.array_equal(stored[name], given[name]) for name in given):
+        raise another_export(files.url, "another decoder")
+
+
+def another_export(url: str, difference: str) -> StoreError:
+    """The error for an export that cannot go on with the store of another."""
+    return StoreError(f"{url}: another export is there, with {difference}; --overwrite replaces it")
 
 
 def begun_anew(url: str) -> StoreError:

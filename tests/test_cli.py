@@ -49,9 +49,10 @@ def test_run_leaves_the_contracted_files(finished):
     phase_b = metrics(run / "phase_b" / "standard" / "metrics.jsonl")
     assert [row["epoch"] for row in phase_a] == [row["epoch"] for row in phase_b] == [1, 2]
     assert phase_a[0].keys() == {"epoch", "train_loss", "train_acc", "val_acc"}
-    losses = {"val_loss", "loss_soft", "loss_hard", "loss_feat", "gamma"}
+    losses = {"val_loss", "loss_soft", "loss_hard", "loss_feat", "gamma", "alpha"}
     assert phase_b[0].keys() == phase_a[0].keys() | losses
     row = phase_b[0]
+    assert row["alpha"] == 0.2
     weighted = 0.2 * row["loss_soft"] + 0.1 * row["loss_hard"] + row["gamma"] * row["loss_feat"]
     assert row["train_loss"] == pytest.approx(weighted, rel=1e-4)
     checkpoints = (f"{phase}/checkpoint/state.pt" for phase in ("phase_a", "phase_b/standard"))

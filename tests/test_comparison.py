@@ -30,6 +30,7 @@ from gaupipe.vit.stem import STEMS
 from pictures import write_idx
 from runs import run_main
 from stages import phase_b
+from stages.compare import measures
 from stages.compare.figures import draw
 from stages.compare.measures import (
     Difference,
@@ -151,6 +152,35 @@ def test_holms_correction_is_within_the_table_and_carries_the_words():
     words = [row.verdict for row in table.values()]
     assert words == ["confirmed", "supported", "supported", "not decided", "not decided"]
     assert differences({"a": of(0.7), "b": of(0.6)})["a"].holm == 1
+
+
+def test_a_row_that_cannot_be_decided_counts_in_the_family():
+    """Else the others' p would be smaller for what came out."""
+    clear = [0.30, 0.31]  # p .01, so .02 of two
+    for undecided in ([0.1, 0.1], [0.0, 0.0], [0.1, None], [None, None]):
+        table = differences({"clear": clear, "other": undecided})
+        assert table["clear"].holm == pytest.approx(2 * difference(clear).p)
+        other = table["other"]
+        assert (other.p, other.holm, other.verdict) == (None, None, "not decided")
+        assert other.mean == (None if None in undecided else undecided[0])
+
+
+def test_a_row_that_never_reached_the_goal_counts_among_the_epochs_saved():
+    reference = [made_up([0.1] * 9 + [1.0] * 5), made_up([0.1] * 9 + [1.0] * 5)]
+    curves = {
+        "fast": [[0.1] * 2 + [1.0] * 5, [0.1] * 3 + [1.0] * 5],
+        "never": [[0.1] * 2 + [1.0] * 5, [0.1] * 14],
+        "equal": [[0.1] * 4 + [1.0] * 5, [0.1] * 4 + [1.0] * 5],
+    }
+    rows = {name: [made_up(curve) for curve in of_row] for name, of_row in curves.items()}
+    rows[BASELINE] = reference
+    passages = {name: first_passages(runs, reference, 1.0) for name, runs in rows.items()}
+    saved = {name: row.saved for name, row in measures.tested_passages(passages, BASELINE).items()}
+    assert saved[BASELINE] is None
+    assert saved["fast"].holm == pytest.approx(3 * difference([7, 6]).p)
+    means = [saved[name].mean for name in curves]
+    assert means == [6.5, None, 5]
+    assert saved["never"].verdict == saved["equal"].verdict == "not decided"
 
 
 def test_a_front_is_the_best_accuracy_for_as_much():

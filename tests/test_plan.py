@@ -117,13 +117,26 @@ def free(monkeypatch, disk, memory):
         ({"memory.max": "50000", "memory.current": "900"}, 7 * 1024),
     ],
 )
-def test_available_memory_is_the_machines_within_a_containers_limit(tmp_path, files, expected):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_available_memory_is_the_machines_within_a_containers_limit(
+    tmp_path, monkeypatch, files, expected, world_size
+):
+    """What the processes hold already is counted in what a training needs, so it counts here."""
+    for name, value in zip(
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        (0, world_size, 0, world_size),
+        strict=True,
+    ):
+        monkeypatch.setenv(name, str(value))
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    7 kB\n")
+    (tmp_path / "status").write_text("Name:\ta: b\nVmRSS:\t 5 kB\nRssAnon:\t 2 kB\n")
     (tmp_path / "memory.stat").write_text("anon 800\nactive_file 10\ninactive_file 20\n")
     for name, content in files.items():
         (tmp_path / name).write_text(content + "\n")
-    assert machine.available_memory(tmp_path / "meminfo", tmp_path) == expected
-    assert machine.available_memory(tmp_path / "none", tmp_path) is None
+    places = tmp_path, tmp_path / "status"
+    held = 2 * 1024 * world_size
+    assert machine.available_memory(tmp_path / "meminfo", *places) == expected + held
+    assert machine.available_memory(tmp_path / "none", *places) is None
 
 
 def test_a_job_that_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch):

@@ -100,6 +100,15 @@ def test_a_corrupt_chunk_names_its_image(gaussian):
         assert "\n" not in str(error.value)
 
 
+def test_damage_of_a_column_names_all_images_of_its_shard(gaussian):
+    url, _, _ = gaussian
+    flip(shard_file(url, "labels", 1), share=1 / 2)
+    with pytest.raises(
+        store.CorruptChunk, match="labels of images 4 to 7 cannot .*; shard 1 needs"
+    ):
+        store.open(url).gather([6])
+
+
 def test_numbers_written_by_someone_else_are_found(gaussian):
     url, _, _ = gaussian
     zarr.open_array(url / "gaussians")[9, 1, 2, 3, 0] = np.nan

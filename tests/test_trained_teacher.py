@@ -290,7 +290,8 @@ def test_predictions_may_end_before_the_maps(run):
     weights = ["phase_b.gamma=0.3", "phase_b.gamma_epochs=2", "phase_b.alpha=0.4"]
     with_settings(run, *weights, "phase_b.beta=0.5", "phase_b.alpha_epochs=1", "train.epochs=2")
     write_store(run)
-    last = phase_b.run(run, "standard")[1]
+    first, last = phase_b.run(run, "standard")
+    assert (first["alpha"], last["alpha"]) == (0.4, 0)
     expected = 0.9 * last["loss_hard"] + 0.3 * last["loss_feat"]
     assert last["train_loss"] == pytest.approx(expected)
 

@@ -99,7 +99,8 @@ def test_a_damaged_shard_stops_the_reading_with_its_name(written, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-9])
     gallery = stored_gallery(store.open(url))
     gallery.read_all()
-    assert "shard 2 (images 80 to 119)" in gallery.error and gallery.predicted is None
+    assert "images 80 to 119 " in gallery.error and "shard 2 " in gallery.error
+    assert gallery.predicted is None
 
 
 def test_what_the_server_answers(written):

@@ -314,7 +314,7 @@ def gains(
 
 def difference_cells(verdict: Verdict | None, digits: int = 1) -> list[str]:
     """Difference, interval and Holm's p; empty where there is nothing to compare."""
-    if verdict is None:
+    if verdict is None or verdict.mean is None:
         return ["", "", ""]
     mean = f"{verdict.mean:+.{digits}f}"
     if verdict.p is None:

@@ -67,10 +67,13 @@ class StudentAttention(Attention):
         the place of ``qkv``. Arguments for queries and keys are ignored."""
         nn.Module.__init__(self)
         assert dim % num_heads == 0, f"dim {dim} should be divisible by num_heads {num_heads}"
+
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.attn_dim = dim
         self.scale = self.head_dim**-0.5
+
+        # in this order, in which a seed draws their weights
         placed = {"device": device, "dtype": dtype}
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **placed)
         self.attn_drop = nn.Dropout(attn_drop)

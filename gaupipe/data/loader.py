@@ -155,11 +155,14 @@ class Loader:
             return
         uncached = isinstance(self.source, FileImages) and self.source.cache.images is None
         decodes = requests[0].augment is not None or uncached
+
+        # worker processes take seconds to start, so they live on from epoch to epoch
         made_for = self.number_of_workers(decodes), decodes
         if self._loader is None or self._made_for != made_for:
             self._made_for = made_for
             self._loader = self._data_loader(made_for[0])
         self._requests[:] = requests  # in place: the DataLoader that lives on looks at this list
+
         with spared():
             batches = iter(self._loader)
         for batch in batches:

@@ -73,12 +73,14 @@ def sources_of(
     train = splits["train"]
     classes = train.classes or sorted({*train.labels}, key=number_first)
     numbers = {name: number for number, name in enumerate(classes)}
+
     sources: dict[str, FileImages] = {}
     for split, images in splits.items():
         check_classes(images.labels, numbers, f"{place}: {split}", "train")
         [(name, times)] = Counter(images.names).most_common(1)
         if times > 1:
             raise UserError(f"{place}: {times} images have the name {name}; leave one of them")
+
         labels = np.array([numbers[label] for label in images.labels])
         source = PackedImages(place / split, images.names, labels, settings, classes)
         source.reader = images.reader

@@ -69,15 +69,22 @@ def find_archives(root: Path) -> tuple[Archive, ...]:
     splits: dict[Path, str | None] = {}
     if root.is_file():
         splits[root] = None
+
+    # the split of an archive is a word of its name, as in imagenet-train-0001.tar
     for path in sorted(root.glob("[!.]*.tar")):
         words = re.findall("[A-Za-z]+", path.stem)
         splits[path] = next(filter(None, map(split_of, words)), None)
-    folders = folders_in(root) if root.is_dir() else []
+
+    # or the name of its folder
+    folders = []
+    if root.is_dir():
+        folders = folders_in(root)
     for folder in folders:
         inside = sorted(folder.glob("[!.]*.tar"))
         if split_of(folder.name) is None or not inside:
             return ()  # a folder of a class
         splits |= dict.fromkeys(inside, split_of(folder.name))
+
     without = [path for path, split in splits.items() if split is None]
     if len(without) not in (0, len(splits)):
         raise UserError(f"{without[0]}: the names of all archives should have train, val or test")
@@ -95,8 +102,10 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
         members += members_of(archive, number)
     if not members:
         raise UserError(f"{root}: no image that Pillow reads is in there")
+
     while _in_one_folder(members):  # as tar packs a folder that it is given
         members = [member._replace(path=member.path.partition("/")[2]) for member in members]
+
     in_splits = any(split_of(member.path.split("/")[0]) == "train" for member in members)
     found: dict[str, list[Member]] = {}
     for member in members:
@@ -105,12 +114,17 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
             first, _, rest = member.path.partition("/")
             split = split_of(first) or ""
             member = member._replace(path=rest)
-        label = member.label or sys.intern(member.path.split("/")[0])
+        label = member.label
+        if not label:
+            label = sys.intern(member.path.split("/")[0])  # one string for all images of a class
         found.setdefault(split, []).append(member._replace(label=label))
-    if others := found.pop("", []):
+    others = found.pop("", [])
+    if others:
         say_once(f"{root}: left out {len(others)} images that are of no split")
+
     splits = {}
     for split, inside in found.items():
+        # image ids are places in this order, which must not depend on how tar packed them
         inside.sort(key=lambda member: (number_first(member.label), member.path))
         names = [member.path for member in inside]
         labels = [member.label for member in inside]

@@ -159,7 +159,7 @@ def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> 
     return score(predictions())
 
 
-def check(settings: Settings, data: ImageData, students: bool = True) -> Teacher:
+def checked_teacher(settings: Settings, data: ImageData, students: bool = True) -> Teacher:
     """The teacher before its training, on the meta device: what does not fit is said before it is
     allocated. Raises UserError for settings that do not fit, those of its students too unless
     ``students`` is False."""

@@ -141,7 +141,7 @@ class LocalJob:
     data: ImageData
 
 
-def check(settings: Settings, data: ImageData, students: bool = True) -> LocalJob:
+def checked_job(settings: Settings, data: ImageData, students: bool = True) -> LocalJob:
     """The teacher of the settings. Raises UserError for what phase B could not do with it, unless
     ``students`` is False."""
     if students:

@@ -64,6 +64,7 @@ def feature_loss(
         student_log_map = (student_log_map / temperature).log_softmax(-1)
     if hidden is not None:  # both sides get a 0 there, so that a hidden key adds nothing
         student_log_map = student_log_map.masked_fill(hidden, 0.0)
+
     if direction == "teacher_student":
         if temperature != 1.0:
             teacher_map = (teacher_map.log() / temperature).softmax(-1)
@@ -76,6 +77,8 @@ def feature_loss(
         if hidden is not None:
             teacher_log_map = teacher_log_map.masked_fill(hidden, 0.0)
         divergence = F.kl_div(teacher_log_map, student_log_map, log_target=True, reduction="sum")
+
+    # mean over images, heads and queries: all axes but the keys
     return divergence / student_log_map[..., 0].numel()
 
 

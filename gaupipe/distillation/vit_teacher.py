@@ -127,7 +127,7 @@ def other_teacher(
     return build(settings, data)
 
 
-def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | Training:
+def checked_job(settings: Settings, data: ImageData, students: bool = True) -> VitJob | Training:
     """The teacher that the settings name, or the training of a new one. Raises UserError for what
     neither phase could do with it, or, without ``students``, phase A."""
     if settings.phase_a.teacher == "vit":

@@ -38,8 +38,9 @@ def sections(
     defaults = defaults or Settings()
     values = defaults.model_dump(mode="json")
     schemas = type(defaults).model_json_schema()["properties"]
+
     settings = []
-    inside = []
+    inside = []  # sections, which come after the settings of this one
     for field, info in type(defaults).model_fields.items():
         name = f"{place}.{field}".strip(".")
         inner = section_of(info.annotation)
@@ -47,10 +48,13 @@ def sections(
         if inner:
             inside.append((getattr(defaults, field) or inner(), name))
             effect = _markdown(inner.__doc__ or "") + f" See [{name}](#{_anchor(name)})."
-        if inner is None or info.annotation is not inner:
+
+        may_be_null = info.annotation is not inner
+        if inner is None or may_be_null:
             words = type_words(schemas[field])
             default = json.dumps(values[field])
             settings.append(Setting(name, words, default, effect))
+
     yield place, defaults, settings
     for section in inside:
         yield from sections(*section)
@@ -106,6 +110,7 @@ def type_words(schema: dict[str, Any]) -> str:
         return _listed([f"`{value}`" for value in schema["enum"]])
     if "$ref" in schema:
         return "section"
+
     kind = schema["type"]
     if kind == "object":
         return "keywords"
@@ -114,6 +119,8 @@ def type_words(schema: dict[str, Any]) -> str:
         return f"list of {len(several)} (each: {type_words(several[0])})"
     if kind == "array":
         return f"list (each: {type_words(schema['items'])})"
+
+    # a number or a string, perhaps within limits
     limits = [f"{word} {schema[name]}" for name, word in LIMITS.items() if name in schema]
     if {"minimum", "maximum"} <= schema.keys():
         limits = [f"from {schema['minimum']} to {schema['maximum']}"]

@@ -195,6 +195,7 @@ def name_of_start(store: Any, number: int, count: int) -> str:
         start: str = store.get(f"answer/{mine}").decode()
         store.set(f"confirmed/{start}/{number}", "")
         return start
+
     waiting = set(range(1, count))
     while waiting:
         for other in [*waiting]:

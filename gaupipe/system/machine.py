@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -42,19 +43,33 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = CGROUP) -> int | None:
-    """Bytes that a new process can use without pushing out others, by the kernel's ``meminfo`` and
-    within the limit of the container's folder of cgroup v2. None if the kernel does not say."""
+def available_memory(
+    meminfo: Path = Path("/proc/meminfo"),
+    group: Path = CGROUP,
+    status: Path = Path("/proc/self/status"),
+) -> int | None:
+    """Bytes that this process, and those beside it in its torchrun world, may use altogether
+    without pushing out others: what the kernel's ``meminfo`` has left, within the limit of the
+    container's folder of cgroup v2, and what they hold already. None if the kernel does not say."""
+    unknown = OSError, KeyError, ValueError
     try:
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
+        left = _kilobytes(meminfo, "MemAvailable")
+    except unknown:
         return None
-    try:
+    held = 0
+    with contextlib.suppress(*unknown):
+        # without the pages of libraries' files, which MemAvailable counts
+        held = _kilobytes(status, "RssAnon")
+    with contextlib.suppress(*unknown):
         limit = int((group / "memory.max").read_text())  # "max" where there is none
         used = int((group / "memory.current").read_text())
         counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         files = int(counters["active_file"]) + int(counters["inactive_file"])
-    except (OSError, KeyError, ValueError):
-        return free
-    return min(free, limit - used + files)
+        left = min(left, limit - used + files)
+    return left + held * distributed.launch().local_world_size
+
+
+def _kilobytes(file: Path, name: str) -> int:
+    """The bytes of a line ``name: 7 kB`` in a file of the kernel's."""
+    lines = dict(line.split(":", 1) for line in file.read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024

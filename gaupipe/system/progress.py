@@ -41,6 +41,8 @@ class EpochMetrics(TypedDict):
     loss_feat: NotRequired[float | None]
     gamma: NotRequired[float]
     """Weight of loss_feat."""
+    alpha: NotRequired[float]
+    """Weight of loss_soft. What it is below the settings' is added to that of loss_hard."""
     seconds: float
     """Of training steps, without evaluation and checkpoints; of a teacher that was trained before,
     of its linear probe and its evaluation."""

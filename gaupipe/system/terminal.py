@@ -62,14 +62,21 @@ def aligned(rows: Sequence[Sequence[str]], stream: IO[str], right: bool = False)
     fits = sum(widths) + 2 * (len(widths) - 1) <= columns or not stream.isatty()
     if not right:
         widths[-1] = 0
+
     lines = []
     for row in rows:
         padded = []
         for text, width in zip(row, widths, strict=True):
             space = " " * (width - cell_len(text))
-            padded.append(space + text if right else text + space)
-        last = padded.pop() if not fits else None
-        lines.append("  ".join(padded).rstrip())
-        if last is not None:
+            if right:
+                padded.append(space + text)
+            else:
+                padded.append(text + space)
+
+        if fits:
+            lines.append("  ".join(padded).rstrip())
+        else:
+            *others, last = padded
+            lines.append("  ".join(others).rstrip())
             lines.append(f"  {last}")
     return lines

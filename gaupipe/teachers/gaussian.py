@@ -109,11 +109,14 @@ class Teacher(nn.Module):
         self.vit = vit
         self.parametrisation = parametrisation
         self.passes = passes
+
         self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
         self.layers = len(vit.blocks)
         self.heads = block.attn.num_heads
         tokens = self.grid[0] * self.grid[1]
         self.raw_shape = (self.layers, self.heads, tokens, RAW_SIZE[parametrisation])
+
+        # without a prior these stay at the start, to which an image's own numbers are added
         start = initial_raw(parametrisation)
         self.prior = nn.Parameter(start.expand(self.raw_shape).clone(), requires_grad=prior)
         self.decoder = None

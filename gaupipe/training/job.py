@@ -165,6 +165,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, 
                 loss_hard=means["loss_hard"],
                 loss_feat=means.get("loss_feat"),
                 gamma=plan.gamma,
+                alpha=plan.alpha,
             )
             state.finished = is_over(job, state, metrics) or running.is_last(epoch)
             running.show(epoch, means["loss"], train=means["acc"], val=scores.acc)

@@ -97,6 +97,7 @@ class StepLog:
         """Writes a line, and begins the next."""
         if not distributed.is_main():
             return
+
         seconds = max(time.monotonic() - self._since, 1e-9)
         waited = {name: now - self._waited[name] for name, now in self.batches.waited.items()}
         values = {name: (total / self.images).item() for name, total in self.sums.items()}
@@ -106,6 +107,7 @@ class StepLog:
         values["images_per_s"] = round(self.images * distributed.world_size() / seconds, 1)
         for name, spent in waited.items():
             values[f"waits_{name}"] = round(spent / seconds, 4)
+
         step = self.update.batch
         finite = {  # JSON has no infinity, which a first step in float16 may bring
             name: value if math.isfinite(value) else None for name, value in values.items()

@@ -44,19 +44,30 @@ def belief_geometry(model: VisionTransformer, images: Tensor) -> list[BlockGeome
     """The geometry of every block of a model with any of gaupipe's student attentions, for a
     batch of images [B, C, height, width]. D is "belief"'s, or "xsa"'s in a model that has it. Call
     ``model.eval()`` first unless dropout is wanted."""
-    x = embed(model, images)
+    x = embed(model, images)  # [B, T, d], as all signals below
     blocks = []
     modules: Iterable[Any] = model.blocks  # torch knows their parts as "Tensor | Module"
     for block in modules:
         attention = in_steps(block.attn)
         tokens = block.norm1(x)
-        q, k, v = attention.project(tokens)
+        q, k, v = attention.project(tokens)  # [B, H, T, d_m] each
         mh = attention.merge(attention.attend(q, k, v, None, False), tokens)
         v = merge_heads(v)
         d = attention.perpendicular(mh, v)
-        mh_update, d_update = (F.linear(signal, attention.proj.weight) for signal in (mh, d))
-        norms = norm(mh), norm(d), norm(mh_update), norm(d_update)
-        blocks.append(BlockGeometry(*norms, angle(mh_update, x), angle(d_update, x)))
+
+        mh_update = F.linear(mh, attention.proj.weight)
+        d_update = F.linear(d, attention.proj.weight)
+        geometry = BlockGeometry(
+            mh_norm=norm(mh),
+            d_norm=norm(d),
+            mh_update_norm=norm(mh_update),
+            d_update_norm=norm(d_update),
+            mh_update_angle=angle(mh_update, x),
+            d_update_angle=angle(d_update, x),
+        )
+        blocks.append(geometry)
+
+        # the model's own update, with what it has of LayerScale and stochastic depth
         x = x + block.drop_path1(block.ls1(attention.proj_drop(attention.combine(mh, v))))
         x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
     return blocks

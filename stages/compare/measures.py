@@ -82,7 +82,7 @@ class Passages:
     saved_by_seed: list[int | None]
     """The reference's epochs minus ``epochs_with_phase_a``."""
     saved: Verdict | None = None
-    """These among those of the other rows; None where a seed has none."""
+    """These among those of the other rows; None for the reference, and until they are tested."""
 
 
 def first_passages(
@@ -127,13 +127,12 @@ def _where_both_are(
 
 def tested_passages(passages: Mapping[Name, Passages], reference: Name) -> dict[Name, Passages]:
     """The passages of the rows of a table to one goal, with the epochs that they save over the
-    reference tested as a family. A row that did not reach the goal with every seed is not tested.
-    """
-    saved = {}
-    for name, row in passages.items():
-        by_seed = [epochs for epochs in row.saved_by_seed if epochs is not None]
-        if name != reference and by_seed and len(by_seed) == len(row.saved_by_seed):
-            saved[name] = by_seed
+    reference tested as a family."""
+    saved = {
+        name: row.saved_by_seed
+        for name, row in passages.items()
+        if name != reference and row.saved_by_seed
+    }
     tested = differences(saved)
     return {name: replace(row, saved=tested.get(name)) for name, row in passages.items()}
 
@@ -142,7 +141,8 @@ def tested_passages(passages: Mapping[Name, Passages], reference: Name) -> dict[
 class Difference:
     """The difference of two rows, by a paired t-test over seeds."""
 
-    mean: float
+    mean: float | None
+    """None where a seed has no difference, because one of the rows did not reach the goal."""
     low: float | None = None
     high: float | None = None
     """The ends of the 95 % interval of Student's t."""
@@ -161,27 +161,38 @@ class Verdict(Difference):
     ``not decided``."""
 
 
-def difference(values: Sequence[float]) -> Difference:
+def difference(values: Sequence[float | None]) -> Difference:
     """The difference of two rows from one difference a seed.
 
     All but the mean are None with a single seed, and where the difference is the same with every
-    seed, by so many images: its spread is then not known.
+    seed. Accuracies come in whole images and passages in whole epochs, so that a spread of zero is
+    one that was rounded away: the p of 0 to which the formula tends would be certainty from two
+    seeds.
     """
-    if max(values) - min(values) < 1e-9:
-        return Difference(fmean(values))
-    test = ttest_1samp(values, 0)
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return Difference(None)
+    if max(numbers) - min(numbers) < 1e-9:
+        return Difference(fmean(numbers))
+    test = ttest_1samp(numbers, 0)
     low, high = map(float, test.confidence_interval(1 - LEVEL))
-    return Difference(fmean(values), low, high, float(test.pvalue))
+    return Difference(fmean(numbers), low, high, float(test.pvalue))
 
 
-def differences(table: Mapping[Name, Sequence[float]]) -> dict[Name, Verdict]:
-    """:func:`difference` of each row of a table, and what the table as a whole says of it."""
+def differences(table: Mapping[Name, Sequence[float | None]]) -> dict[Name, Verdict]:
+    """:func:`difference` of each row of a table, and what the table as a whole says of it.
+
+    Holm's family is every row with two seeds or more. One without a p is not decided and counts
+    as if its p were 1, because a row that left the family for what came out would make the p of all
+    others smaller. A single seed decides nothing whatever comes out, so it is no test.
+    """
     result = {name: Verdict(**vars(difference(values))) for name, values in table.items()}
+    family = sum(len(values) > 1 for values in table.values())
     tested = sorted((row.p, name) for name, row in result.items() if row.p is not None)
     corrected = 0.0
-    for rank, (p, name) in enumerate(tested):
+    for rank, (p, name) in enumerate(tested):  # rows whose p counts as 1 would come last
         # Holm: the smallest p counts as often as there are tests, and none may fall below it
-        corrected = min(1.0, max(corrected, (len(tested) - rank) * p))
+        corrected = min(1.0, max(corrected, (family - rank) * p))
         verdict = "not decided"
         if corrected < LEVEL:
             verdict = "confirmed"

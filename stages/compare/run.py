@@ -64,9 +64,11 @@ def run(
         rows = sweep_rows(read_yaml(sweep, "sweeps"), sweep, rows)
     if only:
         rows = select_rows(rows, only)
+
     loggers.check(settings.log.to)
     trainings = plan(rows, settings, seeds, run_dir, test)
     check_folder(run_dir)
+
     with locked(run_dir, "comparison"):
         outcomes = train([*chain(*trainings)], jobs, imports)
         results = report(settings.data.name, trainings, outcomes, targets)
@@ -112,14 +114,14 @@ def checked(row: Row, settings: Settings, data: ImageData) -> Settings:
         if row.plain:
             checked_student(settings, data, settings.baseline_training)
         elif settings.phase_a.is_local:
-            local.check(settings, data)
+            local.checked_job(settings, data)
         elif settings.phase_a.learns_gaussians:
-            gaussian_teacher.check(settings, data)
+            gaussian_teacher.checked_teacher(settings, data)
             job = gaussian_teacher.build(settings, Path(), data)
             gaussian_teacher.training_state(job)
             make_schema(job, settings.export, sha256="0" * 64)
         else:
-            vit = vit_teacher.check(settings, data)
+            vit = vit_teacher.checked_job(settings, data)
             trained = vit.teacher if isinstance(vit, TeacherJob) else vit.student
             shape = MapShape.of(trained)
             student = untrained_student(settings, data)

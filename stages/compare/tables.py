@@ -60,7 +60,7 @@ def tables(results: Comparison) -> Iterator[Table]:
         caption,
     )
     saved = [(row.row, row.at[-1].saved) for row in rows if row.at and row.at[-1].saved]
-    if saved and seeds > 1:
+    if seeds > 1 and any(epochs.mean is not None for _, epochs in saved):
         yield _table(
             f"Epochs saved {names[-1]}, phase A counted, paired by seed",
             ["epochs", "95 % interval", "p", "Holm's p", ""],

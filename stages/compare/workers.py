@@ -54,6 +54,7 @@ def train(
     by_folder = {training.folder: training for training in trainings}
     unfinished = [training for training in by_folder.values() if not training.finished]
     failures: dict[Path, str] = {}
+
     console = Console(file=sys.stderr, highlight=False)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     with _pool(jobs, imports) as results, bar:
@@ -62,6 +63,7 @@ def train(
             groups = [[training] for training in left]
             if job is _teach:  # a teacher is trained once for all who learn from it
                 groups = _by_teacher(left)
+
             task = bar.add_task(what, total=len(groups))
             for number, (group, result) in enumerate(results(job, groups), 1):
                 try:
@@ -69,11 +71,13 @@ def train(
                 except (UserError, store.StoreError) as error:
                     line = " ".join(str(error).split())
                     failures |= {training.folder: line for training in group}
+
                 if line:
                     first = group[0]
                     name = f"{first.row.name}, seed {first.settings.seed}"
                     console.print(f"{number}/{len(groups)} {name}: {line}", soft_wrap=True)
                 bar.advance(task)
+
     return {
         folder: failures.get(folder) or training.read() for folder, training in by_folder.items()
     }
@@ -174,18 +178,24 @@ def _train(group: list[RowTraining]) -> str:
     phase_a_costs = {}
     with _logged(folder / "log.txt"):
         write_whole(folder / "config.yaml", dump(settings))
+
+        # copies, so that the folder of a training says all that it has cost
         if not training.row.plain:
             teacher = training.teacher
             phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
             write_whole(folder / "phase_a.jsonl", phase_a_metrics)
         if training.needs_phase_a:
             phase_a_costs = json.loads(training.phase_a_costs.read_text())
+
         metrics = phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
         if training.test_sha256 is not None:
             scores = {"test_sha256": training.test_sha256, **score_test_split(training)}
             write_whole(folder / TEST_FILE, json.dumps(scores) + "\n")
+
+        # last: a training counts as finished once this file is there
         spent = {"student": costs.student_costs(training, metrics), "phase_a": phase_a_costs}
         write_whole(folder / COSTS_FILE, json.dumps(spent) + "\n")
+
     accuracy = metrics[-1]["val_acc"]
     seconds = total_seconds(metrics)
     return f"validation accuracy {accuracy:.4f} after {len(metrics)} epochs, {seconds:.0f} s"

@@ -66,7 +66,7 @@ class ExportRequest:
         """True if the store is the run's own, which phase B reads unless told otherwise."""
         return self.place.url == str(self.directory.maps)
 
-    def check(self) -> Settings:
+    def checked_settings(self) -> Settings:
         """The settings of the run. Raises UserError for options that do not go together."""
         if self.teacher is not None and self.is_own_store:
             raise UserError(
@@ -103,7 +103,7 @@ class ExportRequest:
 def run(request: ExportRequest) -> str | None:
     """Writes a store and returns its path or URL; None for ``local``, which has none. An
     unfinished store of the same teacher is continued: its finished shards stay."""
-    settings = request.check()
+    settings = request.checked_settings()
     if settings.phase_a.is_local and request.teacher is None:
         url = None if request.is_own_store else request.place.url
         say_nothing_to_export(settings, url)

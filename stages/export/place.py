@@ -21,7 +21,6 @@ from gaupipe.system.files import alone_in
 from gaupipe.teachers.vit import VitTeacher
 from stages.runs.resources import (
     LIGHTER,
-    PROCESS_BYTES,
     SHARD_MB,
     check_disk,
     check_memory,
@@ -95,7 +94,6 @@ class Place:
         needed = export_memory(
             job.settings, job.teacher, job.data, schema, self.shard_mb, world_size
         )
-        needed -= PROCESS_BYTES  # which this process holds already
         lighter = "take a smaller --image-size or --model" if has_files else LIGHTER
         check_memory("export", needed, lighter)
 

@@ -36,13 +36,14 @@ def write(
     shards are encoded and stored while the next are made. Part i of n has the shards i - 1, i - 1 +
     n, and so on, and of W ranks rank r writes every W-th of the pending ones."""
     schema = writer.schema
+    world_size = distributed.world_size()
     number, count = part or (1, 1)
     pending = [shard for shard in everything if shard.index % count == number - 1]
+    mine = pending[distributed.rank() :: world_size]
     images = sum(shard.stop - shard.start for shard in pending)
-    mine = pending[distributed.rank() :: distributed.world_size()]
+
     losses: list[Tensor] = []
     started = time.monotonic()
-    world_size = distributed.world_size()
     with (
         EpochProgress("export", images, 1) as progress,
         ThreadPoolExecutor(WRITERS, "export") as pool,
@@ -56,7 +57,8 @@ def write(
             for ids, arrays in outputs(job, schema, batches, entries, losses=losses):
                 parts.append(arrays)
                 progress.advance(len(ids) * world_size)
-            if len(writes) == WRITERS:
+
+            if len(writes) == WRITERS:  # so many shards at most wait in memory
                 writes.popleft().result()
             whole = parts[0]
             if len(parts) > 1:
@@ -64,16 +66,19 @@ def write(
             writes.append(pool.submit(writer.write, shard, whole))
         for write in writes:
             write.result()
+
         all_losses = distributed.all_gather_object(losses)  # once all ranks' shards are stored
         missing = 0
         if distributed.is_main():
             missing = finish(writer, everything, part, license)
+
         seconds = time.monotonic() - started
         entry = entry_of(schema)
         speed = images / max(seconds, 1e-9)
         progress.line(f"export: {images:,} {entry}s in {seconds:.1f} s, {speed:,.0f} {entry}s/s")
         gathered = [loss for rank_losses in all_losses for loss in rank_losses]
-        if line := loss_line(schema, gathered, images):
+        line = loss_line(schema, gathered, images)
+        if line:
             progress.line(f"export: {line}")
         if missing:
             progress.line(f"export: {missing:,} of {len(writer.shards):,} shards are other parts'")

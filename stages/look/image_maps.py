@@ -295,9 +295,11 @@ class StudentMaps(LiveMaps):
             data = run.load_data(settings)
         super().__init__(student.name, model, data)
         self.explains = settings.model.attention != "gaussian"
+
         self.store = open_maps(student, data)
         learned = student.distilled and recorded_store(student.folder) is None
         self.local = settings.phase_a.is_local and learned and self.store is None
+
         self._teacher_maps: Callable[[Batch], TeacherMaps]
         if self.local:
             maps = local.constant_maps(settings, model, CPU)
@@ -346,9 +348,10 @@ class StudentMaps(LiveMaps):
             entry = image * self.store.schema.views + view
             batch.stored = self.store.read(entry, entry + 1)
         stored = self._teacher_maps(batch)
+
         compared: list[Tensor | None] = []
         for layer, block in enumerate(maps):
-            if stored.layers[layer] is None:
+            if stored.layers[layer] is None:  # phase_b.layer_map leaves this block out
                 compared.append(None)
                 continue
             teacher = stored.map(layer)[0].expand_as(block)

@@ -124,21 +124,31 @@ def attention(
     teacher's where the run's store fits it. ``view`` counts the views that a store may have of an
     image. ``png`` is a file that the map is drawn to, over the image where the data set can be
     read."""
-    target = check_file("--png", png, ".png") if png is not None else None
+    target = None
+    if png is not None:
+        target = check_file("--png", png, ".png")
+
     maps: StoredMaps | StudentMaps
     if student is None:
+        where = "the store"
         maps = StoredMaps(store.open(_store(url, run_dir)))
     else:
+        where = "the student"
         assert run_dir is not None
         maps = StudentMaps(RunDirectory(run_dir), student)
-    where = "the store" if student is None else "the student"
+
+    drawing = None
+    views = 1
+    if maps.store is not None:
+        drawing = StoreNotes.of(maps.store.schema).views
+        views = maps.store.schema.views
+    if layer is None:
+        layer = maps.layers - 1
     _check("--image", image, maps.images, where)
-    layer = maps.layers - 1 if layer is None else layer
     _check("--layer", layer, maps.layers, where)
-    schema = maps.store.schema if maps.store else None
-    views = StoreNotes.of(schema).views if schema else None
-    _check("--view", view, schema.views if schema else 1, where)
-    shown = chosen_map(image, maps.see(image, views, view), layer, head, query)
+    _check("--view", view, views, where)
+
+    shown = chosen_map(image, maps.see(image, drawing, view), layer, head, query)
     taken = None
     try:
         data = maps.data
@@ -149,9 +159,12 @@ def attention(
         if isinstance(data.train.source, FileImages):
             shown = replace(shown, file=utf8(data.train.path(image)))
         if target is not None:
-            taken = photo(data, image, views, view)
+            taken = photo(data, image, drawing, view)
+
     if target is not None:
-        patch = shown.query if isinstance(shown.query, int) else None
+        patch = None
+        if isinstance(shown.query, int):
+            patch = shown.query
         picture.draw(np.array(shown.map), patch, taken, target)
     return shown
 
@@ -202,43 +215,59 @@ def chosen_map(image: int, seen: ImageMaps, layer: int, head: str, query: str | 
 def heat_map(shown: ImageMap) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
     brackets; of a student with the teacher's map on its right."""
-    model = shown.by.rsplit("/", 1)[-1]
+    model = model_name(shown)
     weights = np.array(shown.map)
     most = float(weights.max())
-    if shown.teacher is not None:
+    if shown.teacher is not None:  # one scale for both, or the eye compares nothing
         most = max(most, float(np.max(shown.teacher)))
-    title = f"image {shown.image}"
-    if shown.file:
-        title += f" ({shown.file})"
-    if shown.label is not None:
-        title += f", label {shown.label}"
-    if shown.predicted is not None:
-        title += f", {model} says {shown.predicted} with {shown.probability:.2f}"
-    title += f": layer {shown.layer}, head {shown.head}, query {shown.query}"
+
     rows = shaded(weights, shown.query, most)
+    lines: list[Text | Table] = [Text(title(shown))]
     largest = "the largest weight"
-    lines: list[Text | Table] = [Text(title), *rows]
-    if shown.teacher is not None:
+    if shown.teacher is None:
+        lines += rows
+        if shown.no_teacher:
+            lines.append(Text(f"  no teacher beside it: {shown.no_teacher}"))
+    else:
         teacher = shaded(np.array(shown.teacher), shown.query, most)
         beside = Table(model, "teacher", box=None, pad_edge=False, padding=(0, 2))
         for pair in zip(rows, teacher, strict=True):
             beside.add_row(*pair)
-        lines = [Text(title), beside, Text(f"  KL of {model} from the teacher: {shown.kl:.4f}")]
+        lines.append(beside)
+        lines.append(Text(f"  KL of {model} from the teacher: {shown.kl:.4f}"))
         largest += f" of both maps; {model} has {weights.max():.4f}"
-    elif shown.no_teacher:
-        lines.append(Text(f"  no teacher beside it: {shown.no_teacher}"))
+
     if shown.extra:
         extra = ", ".join(f"{name} {weight:.3f}" for name, weight in shown.extra.items())
         lines.append(Text(f"  beside the grid: {extra}"))
+
     token = int(weights.argmax())
     y, x = divmod(token, weights.shape[1])
     at = f"at token {token} (row {y}, column {x})"
     lines.append(Text(f"  {SHADES[-1] * 2} = {most:.4f}, {largest}, {at}"))
+
     if shown.gaussian:
         mean_x, mean_y, std_x, std_y = shown.gaussian
         gaussian = f"mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f})"
         lines.append(Text(f"  Gaussian: {gaussian} in (x, y), -1 and +1 the first and last token"))
     return Group(*lines)
+
+
+def title(shown: ImageMap) -> str:
+    """The image, what is known of it, and which of its maps is shown."""
+    line = f"image {shown.image}"
+    if shown.file:
+        line += f" ({shown.file})"
+    if shown.label is not None:
+        line += f", label {shown.label}"
+    if shown.predicted is not None:
+        line += f", {model_name(shown)} says {shown.predicted} with {shown.probability:.2f}"
+    return f"{line}: layer {shown.layer}, head {shown.head}, query {shown.query}"
+
+
+def model_name(shown: ImageMap) -> str:
+    """The name of the model whose map it is, without its folder."""
+    return shown.by.rsplit("/", 1)[-1]
 
 
 def shaded(weights: np.ndarray, query: object, most: float) -> list[Text]:

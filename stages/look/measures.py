@@ -25,6 +25,7 @@ def with_mean_and_rollout(blocks: Sequence[Tensor | None]) -> Tensor:
     first = next(block for block in blocks if block is not None)
     heads, size, _ = first.shape
     columns = first.new_zeros(len(blocks), heads + 2, size, size)
+
     identity = torch.eye(size)
     rollout = identity
     for layer, maps in enumerate(blocks):

@@ -164,6 +164,8 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any, stem: str) -
         size = max(8, facts.shorter // 4 * 4)
     reason = f"of images of {facts.width} x {facts.height} pixels; larger ones take longer"
     size = choices.choose("data.image_size", size, reason) or FILE_IMAGE_SIZE
+
+    # the patch nearest to the best one of those that divide the image
     best = 16
     if size <= 128:
         best = next(row[2] for row in table if size >= row[0])
@@ -174,8 +176,10 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any, stem: str) -
     patch = min(fitting, key=lambda patch: abs(patch - best))
     reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
     patch = choices.choose("model.args.patch_size", patch, reason)
+
     if stem == "conv" and _is_halved(patch):
         choices.choose("model.stem", stem, "convolutions in place of the patch embedding")
+
     if not isinstance(patch, int):  # a user may give (height, width)
         patch = max(patch, default=1)
     patch = min(size, patch)
@@ -210,6 +214,8 @@ def _choose_slice(choices: Choices, teacher: TeacherSizes, width: int, depth: in
     width = choices.choose("model.args.embed_dim", width, f"the width, of {most.channels}")
     depth = min(depth, most.blocks)
     depth = choices.choose("model.args.depth", depth, f"the number of blocks, of {most.blocks}")
+
+    # the teacher's heads, or as many of them as the width holds
     heads: int = most.heads
     while heads > 1 and (width % heads or width // heads < NARROWEST_HEAD):
         heads -= 1
@@ -306,12 +312,14 @@ def _choose_augmentation(
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
     choices.choose("phase_a.augment", True)
+
     epochs = choices.given("phase_b.gamma_epochs")
     alpha_epochs: float = 0
     if choices.given("phase_b.alpha"):
         alpha_epochs = choices.given("phase_b.alpha_epochs") or math.inf
     # predictions after the maps would go on showing a student the stored views alone
     learns = choices.given("phase_b.gamma") and epochs and alpha_epochs <= epochs
+
     teacher = choices.given("phase_a.teacher")
     shows_views = teacher == "vit" or is_trained(teacher)
     moves = choices.given("augment.crop_padding") and shows_views
@@ -320,9 +328,11 @@ def _choose_augmentation(
         views = min(max(2, epochs), most)
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", views, reason)
+
     if is_trained(teacher):
         reason = "a quarter of each query's keys, those with the largest attention"
         choices.choose("export.kind", "topk", reason)
+
     if teacher == "local" and images < RANDAUGMENT_IMAGES:
         reason = "one operation on each image, because there are few"
         choices.choose("augment.randaugment", {"ops": 1, "magnitude": 6.0}, reason)

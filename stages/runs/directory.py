@@ -292,12 +292,12 @@ class RunDirectory:
         return settings.with_section("baseline", epochs=epochs)
 
     def locked(
-        self, shared: bool = False, begin: Callable[[], T] | None = None
+        self, shared: bool = False, once_locked: Callable[[], T] | None = None
     ) -> contextlib.AbstractContextManager[T]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of
         one teacher may be trained at once, each with a ``shared`` lock on the run and a lock on
         its own folder."""
-        return locked(self.path, "run", shared, begin)
+        return locked(self.path, "run", shared, once_locked)
 
 
 def last_used() -> RunDirectory:

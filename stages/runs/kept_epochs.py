@@ -65,6 +65,7 @@ def described(job: Training, state: TrainingState[VisionTransformer], folder: Pa
     last = len(state.metrics)
     kept = best if keep == "best" else last
     accuracies = [entry["val_acc"] or 0.0 for entry in state.metrics]
+
     line = f"{folder / 'student'} is of epoch {kept}"
     if best == last:
         line += ", the best"
@@ -72,9 +73,12 @@ def described(job: Training, state: TrainingState[VisionTransformer], folder: Pa
         line += ", the best (train.keep=best)"
     else:
         line += " (train.keep=last)"
+
     images = len(job.data.val)
     accuracy = percent(accuracies[kept - 1], images)
     line += f": val {accuracy}, the 95 % interval of {images:,} images"
+
+    # the weights that were not asked for lie beside
     if best != last and keep == "best":
         line += f"; {folder / 'last'} is of epoch {last}: {100 * accuracies[-1]:.1f} %"
     elif best != last:

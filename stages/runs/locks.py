@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def locked(
-    folder: Path, what: str, shared: bool = False, begin: Callable[[], T] | None = None
+    folder: Path, what: str, shared: bool = False, once_locked: Callable[[], T] | None = None
 ) -> Iterator[T]:
-    """:func:`lock_of_process` of rank 0, for all ranks, which get what ``begin`` returns there once
-    it has the lock. They enter and leave together: no rank writes before rank 0 has the lock, or
-    goes on to read before rank 0 has written."""
+    """:func:`lock_of_process` of rank 0, for all ranks, which get what ``once_locked`` returns
+    there. They enter and leave together: no rank writes before rank 0 has the lock, or goes on to
+    read before rank 0 has written."""
     with contextlib.ExitStack() as held:
 
         def enter() -> Any:
             held.enter_context(lock_of_process(folder, what, shared))
-            return begin() if begin is not None else None
+            return once_locked() if once_locked is not None else None
 
         yield distributed.from_main(enter)
         distributed.from_main(lambda: None)

@@ -54,8 +54,8 @@ def opened(
         if run is not None:
             if request.begins_run and distributed.is_main():
                 begin_run(run, request.settings, job.data)
-            begin = partial(begin_student, request, job)
-            held.enter_context(run.locked(shared=True, begin=begin))
+            once_locked = partial(begin_student, request, job)
+            held.enter_context(run.locked(shared=True, once_locked=once_locked))
         held.enter_context(locked(folder, "student"))
         state.load(folder / "checkpoint")
         if distributed.is_main():
@@ -108,14 +108,14 @@ def opened_teacher(
     """Holds a run while its teacher is made: begins the run, and puts the training, if there is
     one, where its last checkpoint was. Gives True, on all ranks, where phase A has finished."""
 
-    def begin() -> bool:
+    def start_run() -> bool:
         if state is not None and resume:
             say_if_afresh(run.phase_a)
         run.start(settings, data, resume)
         return run.teacher_sha256.is_file() and (run.phase_a / "metrics.jsonl").is_file()
 
     # rank 0 alone begins: run.start refuses a folder in which another rank writes already
-    with run.locked(begin=begin) as finished:
+    with run.locked(once_locked=start_run) as finished:
         if state is not None:
             state.load(run.phase_a / "checkpoint")
         yield finished

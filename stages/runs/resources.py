@@ -204,7 +204,7 @@ def check_disk(job: str, needed: int, written: Path, remedy: str) -> None:
 
 def check_memory(job: str, needed: int, remedy: str = LIGHTER) -> None:
     """Raises UserError, which says a ``remedy``, if the memory of this machine cannot hold the
-    ``needed`` bytes of each of its processes."""
+    ``needed`` bytes of each of its processes, what they hold already included."""
     available = available_memory()
     needed = needed * distributed.launch().local_world_size
     if available is not None and needed > available:

@@ -146,6 +146,7 @@ class Gallery:
             ids = np.flatnonzero(self.labels == label)
         if order == "id":
             return ids
+
         if self.predicted is None:
             return None
         key = self.probability[ids]

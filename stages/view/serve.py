@@ -53,10 +53,12 @@ def run(
     ``model`` the page shows its attention on image ``files``
     (:func:`gaupipe.distillation.files.open_model`).
     """
-    if images is None:
-        images = [] if html is None else [0]
     if html is not None:
         check_file("--html", html, ".html", ".htm")
+    if images is None and html is not None:  # a page of no image would be empty
+        images = [0]
+    images = images or []
+
     if model is not None:
         job, note = open_model(model, files, download, image_size, True, random_weights)
         if note:
@@ -64,14 +66,19 @@ def run(
         viewer = model_viewer(job, note)
     else:
         viewer = open_viewer(url, run_dir, students, all_students=html is None)
+
     split = split or viewer.split
     for image in images:
         viewer.check(image, split=split)
-    start: dict[str, object] = {"image": images[0]} if images else {}
+
+    start: dict[str, object] = {}
+    if images:
+        start["image"] = images[0]
     if split != viewer.split:
         start["split"] = split
     if students:
         start["student"] = students[0]
+
     if html is not None:
         write_page(viewer, html, images, split, start)
         print(html)

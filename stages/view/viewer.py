@@ -69,19 +69,25 @@ class Viewer:
         extend: Callable[[list[Path]], ImageData] | None = None,
     ) -> None:
         self.title = title
-        self.models = models
-        self.stored = StoredMaps(maps) if maps else None
-        self.schema = maps.schema if maps else None
-        self.split = split
         self.note = note
-        self._data = data
-        self.students = list(students)
-        self.token = secrets.token_hex(6)
-        self.extend = extend
         self.command = ""
+        self.token = secrets.token_hex(6)
+
+        self.models = models
+        self.students = list(students)
+        self.stored = None
+        self.schema = None
+        if maps is not None:
+            self.stored = StoredMaps(maps)
+            self.schema = maps.schema
+
+        self._data = data
+        self.data_error = ""
+        self.split = split
+        self.extend = extend
+
         self._dropped: tempfile.TemporaryDirectory[str] | None = None
         self._photo = lru_cache(maxsize=8)(self._open_photo)  # maps and pixels are asked for apart
-        self.data_error = ""
         self._opened: dict[str, LiveMaps] = {}
         self._galleries: dict[tuple[str, str], Gallery] = {}
         self._one_at_a_time = threading.RLock()
