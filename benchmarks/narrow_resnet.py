@@ -22,11 +22,13 @@ import timm
 import torch
 from torch import nn
 
+from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, train_and_val
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
+from gaupipe.training.job import hard_loss
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model
 
@@ -50,8 +52,8 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     channels = tuple(int(number) for number in arguments.channels.split(","))
     network = narrow_resnet(channels, settings.data.image_size, data)
-    train(network, settings, data)
-    validation = Batches(data.val, data, CPU, settings.data.eval_batch_size)
+    training, validation = train_and_val(data, settings.data, CPU)
+    train(network, settings, training)
     val = score_model(network, validation).acc
     spent = time.process_time() - started
 
@@ -71,8 +73,7 @@ def main() -> None:
         test = Batches(data.test, data, CPU, settings.data.eval_batch_size)
         row["test"] = round(score_model(network, test).acc, 4)
     print(json.dumps(row))
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    print(f"{parameters:,} parameters", file=sys.stderr)
+    print(f"{count_parameters(network):,} parameters", file=sys.stderr)
 
 
 def narrow_resnet(channels: tuple[int, ...], image_size: int | None, data: ImageData) -> nn.Module:
@@ -86,9 +87,8 @@ def narrow_resnet(channels: tuple[int, ...], image_size: int | None, data: Image
     return network
 
 
-def train(network: nn.Module, settings: Settings, data: ImageData) -> None:
+def train(network: nn.Module, settings: Settings, training: Batches) -> None:
     """The epochs of ``train`` on the labels, as a ViT of the same settings has them."""
-    training, _ = train_and_val(data, settings.data, CPU)
     augment = Augment(settings.augment, settings.seed)
     epochs = settings.train.epochs
     optim = settings.train.optim
@@ -98,7 +98,8 @@ def train(network: nn.Module, settings: Settings, data: ImageData) -> None:
         network.train()
         for batch in training.epoch(epoch, augment):
             schedule.step_update(step)
-            loss = nn.functional.cross_entropy(network(batch.images), batch.labels)
+            logits = network(batch.images)
+            loss = hard_loss(logits, batch.labels, settings.train.label_smoothing, batch.mixed)
             optimizer.zero_grad()
             loss.backward()
             if optim.clip_grad is not None:

@@ -158,7 +158,7 @@ def write_metrics(job: LocalJob, directory: RunDirectory) -> None:
     numbers = dict.fromkeys(("train_loss", "train_acc", "val_acc"))
     write_whole(path, json.dumps({"epoch": 0, **numbers, "seconds": 0.0}) + "\n")
     print(
-        f"gaupipe: phase A: nothing to train: local has "
-        f"{described(job.settings.phase_a)}; it predicts nothing, so alpha will be 0",
+        f"gaupipe: phase A: nothing to train: local has {described(job.settings.phase_a)}; "
+        "it predicts nothing, so alpha will be 0",
         file=sys.stderr,
     )

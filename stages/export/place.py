@@ -19,13 +19,7 @@ from gaupipe.system.device import choose_precision
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.teachers.vit import VitTeacher
-from stages.runs.resources import (
-    LIGHTER,
-    SHARD_MB,
-    check_disk,
-    check_memory,
-    export_memory,
-)
+from stages.runs.resources import LIGHTER, SHARD_MB, check_disk, check_memory, export_memory
 
 MOST_SHARD_MB = 4000
 """Each reader of a damaged shard, and ``verify``, holds one in memory."""

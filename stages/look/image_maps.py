@@ -281,8 +281,8 @@ class LiveMaps:
 
 class StudentMaps(LiveMaps):
     """A student of a run, with the ``store`` that it learned from, or its run's; None where there
-    is none that fits it. ``local`` says that it learned from ``local`` instead. Raises
-    UserError where the student is not there or damaged.
+    is none that fits it. The attribute ``local`` is true if the fixed maps of ``local`` taught it
+    instead. Raises UserError where the student is not there or damaged.
 
     Its maps are whole where no stored ones are beside them; else they are from patches to patches.
     """
