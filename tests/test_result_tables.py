@@ -79,6 +79,25 @@ def test_passages_count_the_epochs_of_a_teacher(collect):
     assert never[3] == "reached by 0"
 
 
+def test_fronts_count_a_teacher_once_and_once_not(collect):
+    trainings = [
+        {"name": "labels", "test": 0.5, "core_seconds": 100},
+        {"name": "labels", "test": 0.6, "core_seconds": 120},
+        {"name": "slice", "test": 0.54, "core_seconds": 115},  # lower, and dearer
+        {"name": "local", "test": 0.58, "core_seconds": 130},
+        {"name": "maps", "test": 0.57, "core_seconds": 320, "teacher_seconds": 200},
+        {"name": "probe", "core_seconds": 1},  # nobody looked at its test images
+    ]
+    assert collect.table_of_fronts(trainings).splitlines()[2:] == [
+        "| labels | 55.0 | 110 | 110 |",
+        "| maps | 57.0 |  | 120 |",
+        "| local | 58.0 | 130 | 130 |",
+    ]
+    assert collect.table_of_fronts(trainings, least_seeds=2).splitlines()[2:] == [
+        "| labels | 55.0 | 110 | 110 |"
+    ]
+
+
 def test_a_table_leaves_out_empty_columns_and_rows_of_too_few_seeds(collect):
     trainings = [
         {"name": name, "epochs": 2, "seed": seed, "val": 0.5, "core_seconds": None}

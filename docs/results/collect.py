@@ -8,7 +8,7 @@ the tables of pages.
 A file holds a list of trainings: name, command, commit, data, images, epochs, seed, val (null for
 a teacher without Gaussians for validation images), test (left out where nobody looked) and
 core_seconds. ``val`` and ``test`` are accuracies of the last epoch, ``core_seconds`` those of the
-processor, a teacher's included.
+processor, a teacher's included; ``teacher_seconds``, where there are any, are these alone.
 
 In a page, a table stands between two comments. The first names the file, which trainings are
 meant, the row from which the others are subtracted, seed by seed, and how many seeds a row needs to
@@ -27,6 +27,12 @@ training, its ``curve``, reaches that of the baseline's last five, its teacher's
 
     <!-- passages hundred.json baseline=labels -->
     <!-- /passages -->
+
+A table of fronts has the rows that no cheaper row reaches in test accuracy, once with the seconds
+of a teacher and its export and once without:
+
+    <!-- fronts given-teacher.json data=cifar10 images=3000 seeds=2 -->
+    <!-- /fronts -->
 
 A table of ratios has what benchmarks measured, each in one run or two, and one of inference the
 entries of ``benchmarks/inference.py``:
@@ -69,8 +75,8 @@ from stages.compare.measures import (
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
 TABLE = re.compile(
-    r"(<!-- (?P<kind>table|pairs|passages|ratios|inference|losses) (?P<file>\S+)(?P<words>.*?)"
-    r" -->\n)"
+    r"(<!-- (?P<kind>table|pairs|passages|fronts|ratios|inference|losses)"
+    r" (?P<file>\S+)(?P<words>.*?) -->\n)"
     r".*?(<!-- /(?P=kind) -->)",
     re.DOTALL,
 )
@@ -98,6 +104,8 @@ def rows(results: dict[str, Any], facts: dict[str, Any], curves: bool = False) -
                 training["curve"] = [round(accuracy, 4) for accuracy in run["val_acc"]]
             teacher_seconds = run["phase_a_costs"].get("processor_seconds", 0)
             training["core_seconds"] = round(run["costs"]["processor_seconds"] + teacher_seconds)
+            if teacher_seconds:
+                training["teacher_seconds"] = round(teacher_seconds)
             trainings.append(training)
     return trainings
 
@@ -250,6 +258,48 @@ def table_of_passages(trainings: list[Training], baseline: str) -> str:
     return "\n".join(lines)
 
 
+def table_of_fronts(trainings: list[Training], least_seeds: int = 1) -> str:
+    """Markdown table of the rows that are on one of two fronts, where no row has a higher mean test
+    accuracy for as few core seconds: one counts the teacher's seconds, the other the student's
+    alone. A cell is empty where the row is not on that front."""
+    groups: dict[str, list[Training]] = {}
+    for training in trainings:
+        if training["core_seconds"] is not None and "test" in training:
+            groups.setdefault(training["name"], []).append(training)
+    groups = {name: runs for name, runs in groups.items() if len(runs) >= least_seeds}
+    tests = {name: statistics.fmean(percents(runs, "test")) for name, runs in groups.items()}
+    costs = {}
+    student_costs = {}
+    for name, runs in groups.items():
+        teacher = [run["teacher_seconds"] for run in runs if "teacher_seconds" in run]
+        costs[name] = statistics.fmean(run["core_seconds"] for run in runs)
+        student_costs[name] = costs[name] - (statistics.fmean(teacher) if teacher else 0)
+
+    with_teacher = front(tests, costs)
+    without = front(tests, student_costs)
+    lines = [
+        "| row | test | core seconds with the teacher's | without |",
+        "|---" * 4 + "|",
+    ]
+    for name in sorted(with_teacher | without, key=tests.__getitem__):
+        cells = [name, f"{tests[name]:.1f}"]
+        cells.append(f"{costs[name]:,.0f}" if name in with_teacher else "")
+        cells.append(f"{student_costs[name]:,.0f}" if name in without else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def front(accuracies: dict[str, float], costs: dict[str, float]) -> set[str]:
+    """The names that no other one equals or exceeds in accuracy for less cost."""
+    best = -1.0
+    names = set()
+    for name in sorted(costs, key=lambda name: (costs[name], -accuracies[name])):
+        if accuracies[name] > best:
+            best = accuracies[name]
+            names.add(name)
+    return names
+
+
 def epochs_cell(passages: Passages) -> str:
     """The mean number of epochs, a teacher's counted, or how many seeds reached the accuracy."""
     epochs = passages.epochs_with_phase_a
@@ -342,6 +392,7 @@ DRAWERS: dict[str, Callable[..., str]] = {
     "table": table,
     "pairs": table_of_pairs,
     "passages": table_of_passages,
+    "fronts": table_of_fronts,
     "ratios": table_of_ratios,
     "inference": table_of_inference,
     "losses": table_of_losses,
