@@ -125,8 +125,12 @@ def adopt(job: VitJob, directory: RunDirectory, resume: bool) -> list[EpochMetri
     with opened_teacher(directory, job.settings, job.data, resume) as finished:
         if not finished:
             started = time.monotonic()
+            began = time.process_time()
             probe_where_others_are_predicted(job)
+            probe_seconds = time.process_time() - began
             metrics = measure(job, started)
+            if job.probe is not None:
+                metrics["processor_seconds"] = round(probe_seconds, 3)
             accuracy = metrics["val_acc"]
             if job.teacher.predicts and accuracy is not None:
                 say_own_head(job, accuracy)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from scipy.stats import t as student_t
 
 import store
 from arguments import sets, tiny
+from gaupipe.attention import ATTENTION
 from gaupipe.data.splits import load_data
 from gaupipe.settings.load import flatten, load
 from gaupipe.settings.sections import Scope
@@ -31,6 +33,7 @@ from pictures import write_idx
 from runs import run_main
 from stages import phase_b
 from stages.compare import measures
+from stages.compare.costs import with_probe
 from stages.compare.figures import draw
 from stages.compare.measures import (
     Difference,
@@ -43,9 +46,9 @@ from stages.compare.measures import (
     smoothed,
     spread,
 )
-from stages.compare.report import Comparison, RowResult, final_values
+from stages.compare.report import Comparison, RowResult, final_values, report
 from stages.compare.rows import BASELINE, Row, default_rows, resolve, sweep_rows
-from stages.compare.run import check_folder
+from stages.compare.run import check_folder, plan
 from stages.compare.trainings import FinishedTraining, as_teacher, digest
 from stages.runs.directory import RunDirectory
 from stages.runs.locks import locked
@@ -175,12 +178,42 @@ def test_a_row_that_never_reached_the_goal_counts_among_the_epochs_saved():
     rows = {name: [made_up(curve) for curve in of_row] for name, of_row in curves.items()}
     rows[BASELINE] = reference
     passages = {name: first_passages(runs, reference, 1.0) for name, runs in rows.items()}
-    saved = {name: row.saved for name, row in measures.tested_passages(passages, BASELINE).items()}
+    saved = {
+        name: row.saved for name, row in measures.tested_passages(passages, BASELINE, {}).items()
+    }
     assert saved[BASELINE] is None
     assert saved["fast"].holm == pytest.approx(3 * difference([7, 6]).p)
     means = [saved[name].mean for name in curves]
     assert means == [6.5, None, 5]
     assert saved["never"].verdict == saved["equal"].verdict == "not decided"
+
+
+def test_a_row_that_failed_counts_in_every_family(tmp_path):
+    """Or a training whose loss diverged would make the p of all others smaller."""
+
+    def row(name, plain=False):
+        settings = SimpleNamespace(model=SimpleNamespace(attention="standard"), seed=0)
+        folders = [Path(f"{name} {seed}") for seed in range(2)]
+        made = Row(name=name, plain=plain)
+        return [SimpleNamespace(row=made, settings=settings, folder=path) for path in folders]
+
+    rows: list = [row(BASELINE, plain=True), row("distilled"), row("uniform maps")]
+    curves = {BASELINE: ([0.1, 0.5], [0.1, 0.6]), "distilled": ([0.6, 0.6], [0.8, 0.8])}
+    outcomes: dict = {
+        training.folder: made_up(curve)
+        for trainings in rows[:2]
+        for training, curve in zip(trainings, curves[trainings[0].row.name], strict=True)
+    }
+    outcomes |= {training.folder: "the loss is nan" for training in rows[2]}
+    results = report("made", rows, outcomes)
+    distilled, failed = results.rows[1:]
+    p = difference([0.1, 0.2]).p
+    assert distilled.difference is not None and distilled.above_front is not None
+    assert distilled.difference.holm == distilled.above_front.holm == pytest.approx(2 * p)
+    saved = distilled.at[-1].saved
+    assert saved is not None and saved.mean == 1 and failed.at == []
+    for verdict in (failed.difference, failed.above_front, results.over_controls["uniform maps"]):
+        assert verdict is not None and (verdict.mean, verdict.verdict) == (None, "not decided")
 
 
 def test_a_front_is_the_best_accuracy_for_as_much():
@@ -220,6 +253,25 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
     assert phases["no soft labels"].beta == pytest.approx(0.3)
     atto = load("cifar10_atto")  # whose teacher has no prior
     assert resolved(atto, default_rows(atto, ["standard"]))["prior alone"].phase_a.prior
+
+
+def test_a_row_changes_no_other_row():
+    base = load("digits_expected", ["model.attention=belief2", "model.attention_options={zz: yes}"])
+    entries = [
+        {"name": "gelu", "model.attention_options": {"activation": "gelu"}},
+        {"name": "no zz", "like": "gelu", "model.attention_options.zz": False},
+        {"name": "base, no zz", "model.attention_options.zz": False},
+        {"name": "longer", "like": "gelu", "train.epochs": 5},
+    ]
+    rows = sweep_rows(entries, "mine.yaml", default_rows(base, ["belief2"]))
+    settings = resolved(base, rows)
+    options = {name: each.model.attention_options for name, each in settings.items()}
+    assert options["longer"] == options["gelu"] == {"activation": "gelu"}
+    assert options["no zz"] == {"activation": "gelu", "zz": False}
+    assert options["base, no zz"] == {"zz": False}
+    assert options["distilled belief2"] == base.model.attention_options == {"zz": True}
+    again = resolved(base, rows)["distilled belief2"]
+    assert again.model.attention_options == {"zz": True}
 
 
 def test_the_plain_vit_is_plain_whatever_the_student_is():
@@ -567,6 +619,59 @@ def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_proces
     assert distilled["phase_a_epochs"] == slice_alone["phase_a_epochs"] == 0
     assert distilled["phase_a_costs"]["processor_seconds"] > 0
     assert slice_alone["phase_a_costs"] == {}
+
+
+def test_a_probe_is_paid_by_those_who_learn_its_predictions(in_process, tmp_path):
+    vit = load("digits_expected", [*TINY, "model.attention=standard"])
+    phase_b.train_student(vit, tmp_path / "vit", teacher=None)
+    folder = tmp_path / "c"
+    teacher = f"phase_a.teacher=local-dir:{tmp_path / 'vit' / 'student'}"
+    changes = [teacher, "phase_a.teacher_args={num_classes: 0}", "phase_b.alpha=0.5"]
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("- {name: maps alone, phase_b.alpha: 0.0}\n")
+    rows = ["--sweep", sweep, "--row", "distilled", "--row", "maps alone"]
+    code, out, err = in_process(*compare(folder, *rows, *sets(*changes), seeds="0"))
+    assert code == 0 and "failed" not in out, (out, err)
+    rows = rows_of(folder, "sweep")
+    [predictions], [maps] = (rows[name]["runs"] for name in ("distilled", "maps alone"))
+    [written] = [json.loads(path.read_bytes()) for path in folder.glob("teachers/*/topk-*.json")]
+    probe = written["probe"]
+    assert probe["processor_seconds"] > 0
+    exported = maps["phase_a_costs"]["multiply_adds"]  # of 100 images
+    assert 100 * probe["multiply_adds"] == (100 + 360) * exported  # also of those for validation
+    for key, value in probe.items():
+        paid = predictions["phase_a_costs"][key] - maps["phase_a_costs"][key]
+        assert paid == pytest.approx(value)
+    assert with_probe({"multiply_adds": 2, "processor_seconds": 1.0}, True)["multiply_adds"] == 2
+
+
+def test_a_file_that_was_changed_makes_other_trainings(tmp_path, monkeypatch):
+    """Weights in a folder, and a user's own attention: a finished training is not taken for one
+    with a file of the same name."""
+    vit = load("digits_expected", [*TINY, "model.attention=standard"])
+    phase_b.train_student(vit, tmp_path / "vit", teacher=None)
+    folder = tmp_path / "vit" / "student"
+    base = load("digits_expected", [*TINY, f"phase_a.teacher=local-dir:{folder}"])
+    monkeypatch.setitem(ATTENTION, "mine", ATTENTION["belief"])
+    own = tmp_path / "mine.py"
+    own.write_text("first")
+    rows = [Row(name="plain", plain=True), Row(name="distilled")]
+    rows.append(Row(name="mine", plain=True, settings={"model.attention": "mine"}))
+
+    def folders():
+        trainings = plan(rows, base, [0], tmp_path / "c", imports=[own])
+        return [one.folder for [one] in trainings], trainings[1][0].teacher.path
+
+    before, teacher = folders()
+    own.write_text("second")
+    after, _ = folders()
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, True, False]
+    other = vit.model_copy(update={"seed": 1})
+    phase_b.train_student(other, tmp_path / "other", teacher=None)
+    shutil.copytree(tmp_path / "other" / "student", folder, dirs_exist_ok=True)
+    last, other_teacher = folders()
+    assert [old == new for old, new in zip(after, last, strict=True)] == [True, False, True]
+    assert other_teacher != teacher
 
 
 @pytest.mark.long

@@ -292,6 +292,17 @@ def test_maps_are_read_in_the_epochs_that_compare_them(run_dir):
         assert set(read) == names | {"logits", "labels"}
 
 
+def test_shuffled_maps_are_seldom_those_of_the_same_batch():
+    """As almost all would be if the cycle through the images were drawn as the order of an
+    epoch."""
+    others = other_images(1000, seed=3)
+    for epoch in range(3):
+        order = np.random.default_rng((3, epoch)).permutation(1000)
+        batch_of = np.empty(1000, dtype=int)
+        batch_of[order] = np.arange(1000) // 50  # twenty batches
+        assert (batch_of == batch_of[others]).mean() < 0.2
+
+
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     maps = store.open(run_dir / "maps.zarr")
     shuffled = MapsOfEpoch(maps, others=other_images(len(maps), seed=0))

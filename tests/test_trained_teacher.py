@@ -1,6 +1,7 @@
 """Phase A with a trained ViT: from images to a student, for every kind of store, shape and view."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from timm.data import create_transform, resolve_data_config
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 
 import store
 from arguments import sets
@@ -20,18 +22,19 @@ from exports import write_store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.job import MapsOfEpoch
+from gaupipe.distillation.job import MapsOfEpoch, identity_of_maps
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.distillation.probe import fit_probe
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import layer_map
-from gaupipe.distillation.warm_start import warm_start
+from gaupipe.distillation.warm_start import start_from_teacher, warm_start
 from gaupipe.maps.views import from_top_k, top_k
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.vit import has_standard_attention
 from gaupipe.vit.slicing import slice_weights, spread_of_stream
 from pictures import photos
 from runs import metrics
@@ -210,7 +213,7 @@ def test_views_are_stored_and_drawn_again(run, drawn):
     assert drawn == [(0, True), (1, True)]
     assert all(kl > 0 for kl in evaluate.run(run, "standard")["map_kl"])
     for change in ("seed=1", "augment={flip: false, crop_padding: 1}"):
-        with pytest.raises(UserError, match="another augmentation or another seed"):
+        with pytest.raises(UserError, match="another augmentation, seed or image size"):
             phase_b.run(run, "standard", name="other", overrides=[change])
 
 
@@ -346,6 +349,64 @@ def test_a_warm_start_takes_queries_and_keys_too(run):
     warm_start(job.student, teacher.weights())
     images = first_images(run, 8)
     torch.testing.assert_close(job.student.eval()(images), teacher(images))
+
+
+def test_a_warm_start_leaves_no_part_out_without_a_word():
+    """A last norm has either of timm's names; what the student lacks is refused."""
+
+    def vit(**more):
+        sizes = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3)
+        made = VisionTransformer(**sizes, class_token=False, global_pool="avg", **more)
+        for part in made.parameters():
+            torch.nn.init.normal_(part)
+        return made.eval()
+
+    student = vit(fc_norm=True)
+    teacher = vit(fc_norm=False)
+    start_from_teacher(student, "teacher", teacher.state_dict(), 2, (2, 2))
+    assert torch.equal(student.fc_norm.weight, teacher.norm.weight)
+    for part, lacking in (
+        ({"init_values": 0.1}, "ls1.gamma"),
+        ({"qk_norm": True}, "attn.q_norm.weight"),
+        ({"pre_norm": True}, "norm_pre.weight"),
+    ):
+        weights = vit(**part).state_dict()
+        with pytest.raises(UserError, match=rf"has \S*{lacking}, which the student lacks"):
+            start_from_teacher(vit(), "teacher", weights, 2, (2, 2))
+        same = vit(**part)
+        start_from_teacher(same, "teacher", weights, 2, (2, 2))
+
+
+def test_a_vit_with_its_norms_behind_attention_is_no_teacher_of_weights():
+    sizes = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2)
+    assert has_standard_attention(VisionTransformer(**sizes))
+    assert not has_standard_attention(VisionTransformer(**sizes, block_fn=ResPostBlock))
+
+
+def test_views_are_those_of_a_drawing_only_with_all_that_they_are_drawn_by():
+    moves = "augment={crop_padding: 1, geometry: ignore}"
+    operations = "augment.randaugment={ops: 1}"
+    still = Drawing.of(settings_with("augment={crop_padding: 1}"), 8)
+    assert still == Drawing.of(settings_with(moves, "augment.mixup=0.2"), 8)
+    assert still != Drawing.of(settings_with("augment={crop_padding: 1}"), 16)
+    # RandAugment draws from more operations where geometry is ignored
+    follow = Drawing.of(settings_with("augment={crop_padding: 1}", operations), 8)
+    ignore = Drawing.of(settings_with(moves, operations), 8)
+    assert follow != ignore
+    assert ignore.augmentation().settings.operations != follow.augmentation().settings.operations
+
+
+def test_a_checkpoint_belongs_to_the_blocks_of_its_store(run):
+    write_store(run, {"kind": "topk"})
+    schema = store.open(run / "maps.zarr").schema
+    others = [
+        dataclasses.replace(schema, extra=schema.extra | {"layers": [0]}),
+        dataclasses.replace(schema, extra=schema.extra | {"precision": "bfloat16"}),
+        dataclasses.replace(schema, extra=schema.extra | {"probe": True}),
+        dataclasses.replace(schema, grid=(2, 8)),
+    ]
+    identities = [identity_of_maps(one) for one in (schema, *others)]
+    assert all(first != other for first, other in itertools.combinations(identities, 2))
 
 
 def test_a_run_begins_its_student_with_a_slice_of_the_teacher(tmp_path, in_process):
@@ -495,7 +556,7 @@ def test_a_student_of_other_views_or_images_says_why_it_is_not_compared(run, tmp
     phase_b.run(run)
     student = StudentMaps(RunDirectory(run), "standard")
     assert student.see(1).no_teacher is None
-    other = Drawing(0, AugmentSettings(flip=True).model_dump(mode="json"))
+    other = Drawing(0, AugmentSettings(flip=True).model_dump(mode="json"), 8)
     seen = student.see(1, other, 0)
     assert "maps of the images themselves" in seen.no_teacher and not seen.teacher
     viewer = open_viewer(url, run)

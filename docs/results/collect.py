@@ -243,7 +243,7 @@ def table_of_passages(trainings: list[Training], baseline: str) -> str:
             of_row = [runs[seed] for seed in seeds[name]]
             of_reference = [reference[seed] for seed in seeds[name]]
             passages[name] = first_passages(of_row, of_reference, goal, is_share=True)
-        return tested_passages(passages, baseline)
+        return tested_passages(passages, baseline, undecided={})
 
     early = passages_to(0.98)
     lines = [

@@ -67,7 +67,7 @@ def make_schema(
     notes = replace(
         job.notes(),
         teacher_args=job.settings.phase_a.teacher_args or None,
-        views=None if export.views is None else Drawing.of(job.settings),
+        views=None if export.views is None else Drawing.of(job.settings, data.image_size),
         layers=export.layers,
         precision=export.precision,
         pooled_from=None if export.grid is None else list(shape.grid),

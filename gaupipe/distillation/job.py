@@ -113,7 +113,7 @@ def build(
     phase = settings.phase_b
     train = settings.student_training
     check_fit(student, maps.schema, phase, maps.url)
-    check_targets(maps.schema, settings, maps.url)
+    check_targets(maps.schema, settings, data.image_size, maps.url)
     epochs = plan_epochs(settings, maps)
     losses = StudentLosses(student, settings, MapReader(maps, student, phase, device))
     remarks = remarks_on_patches(train, epochs) + remarks_on_maps(settings, maps.schema, student)
@@ -167,10 +167,15 @@ def identity_of_maps(schema: store.Schema) -> Identity:
         kind += f" k {schema.k}"
     if schema.views > 1:
         kind += f" views {schema.views}"
+    notes = StoreNotes.of(schema)
     return {
         "the teacher of the maps": schema.teacher_sha256,
         "the kind of store": kind,
         "the encoding of the store": schema.encoding,
+        "the blocks of the store": notes.layers,
+        "the grid of the store": list(schema.grid),
+        "the precision of the store": notes.precision,
+        "a probe predicts": notes.probe,
     }
 
 
@@ -195,7 +200,7 @@ def remarks_on_maps(
     return remarks
 
 
-def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
+def check_targets(schema: store.Schema, settings: Settings, image_size: int, url: str) -> None:
     """Raises UserError for a loss without stored predictions, and for views that phase B would draw
     otherwise."""
     notes = StoreNotes.of(schema)
@@ -204,10 +209,10 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
             f"{url}: the teacher of these maps predicts no classes: set phase_b.alpha=0, and "
             "phase_b.beta to what the labels are to weigh"
         )
-    if notes.views is not None and notes.views != Drawing.of(settings):
+    if notes.views is not None and notes.views != Drawing.of(settings, image_size):
         raise UserError(
-            f"{url}: holds maps of views drawn with another augmentation or another seed: "
-            "phase B must draw the same; change them back, or export again"
+            f"{url}: holds maps of views drawn with another augmentation, seed or image size: "
+            "phase B must draw the same; change it back, or export again"
         )
 
 
@@ -250,7 +255,10 @@ class MapsOfEpoch:
 def other_images(images: int, seed: int) -> np.ndarray:
     """For each of so many images another one, int64 [N], always the same: one cycle through all, so
     that none keeps its own maps."""
-    order = np.random.default_rng(seed).permutation(images)
+    # a stream of its own: default_rng(seed) draws the order of the first epoch, whose batches
+    # would hold almost all the images whose maps they get
+    generator = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
+    order = generator.permutation(images)
     others = np.empty_like(order)
     others[order] = np.roll(order, 1)
     return others

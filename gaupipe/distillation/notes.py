@@ -19,11 +19,16 @@ class Drawing:
     seed: int
     augment: dict[str, Any]
     """The settings ``augment``, as JSON, but for what comes after a view is drawn."""
+    image_size: int
+    """The student's, in whose pixels shifts and crops are drawn."""
 
     @classmethod
-    def of(cls, settings: Settings) -> Drawing:
-        augment = settings.augment.model_dump(mode="json", exclude={"mixup", "cutmix", "geometry"})
-        return cls(settings.seed, augment)
+    def of(cls, settings: Settings, image_size: int) -> Drawing:
+        after_drawing = {"mixup", "cutmix"}
+        if settings.augment.randaugment is None:  # which draws from operations that move, or not
+            after_drawing.add("geometry")
+        augment = settings.augment.model_dump(mode="json", exclude=after_drawing)
+        return cls(settings.seed, augment, image_size)
 
     def augmentation(self) -> Augment:
         return Augment(AugmentSettings.model_validate(self.augment), self.seed)

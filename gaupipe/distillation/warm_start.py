@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import in_steps
 from gaupipe.system.errors import UserError
 from gaupipe.vit.slicing import slice_weights
+
+COMPONENT = re.compile(r"(^norm_pre|\.ls[12]|\.[qk]_norm)\.")
+"""Names of parameters of LayerScale, and of norms that not every ViT has."""
 
 
 def start_from_teacher(
@@ -32,7 +36,21 @@ def start_from_teacher(
     if how == "slice":
         setting = "phase_b.warm_start=slice"
         weights = slice_weights(weights, heads, grid, student, setting, spread)
+    if how == "teacher":
+        check_components(student, weights)
     warm_start(student, weights)
+
+
+def check_components(student: VisionTransformer, weights: dict[str, Tensor]) -> None:
+    """Raises UserError for a student that lacks LayerScale or a norm of the teacher's, without
+    which the other weights compute something else."""
+    present = {name for name, _ in student.named_parameters()}
+    lacking = [name for name in weights if COMPONENT.search(name) and name not in present]
+    if lacking:
+        raise UserError(
+            f"phase_b.warm_start=teacher: the teacher has {lacking[0]}, which the student lacks: "
+            "give the student the same by model.args, or take warm_start=slice or none"
+        )
 
 
 @torch.no_grad()
@@ -44,6 +62,7 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     their position embeddings stay as they are. Raises UserError for a student of another size.
     """
     parts = parts_in_common(student)
+    teacher = with_norm_of(parts, teacher)
     values = (".attn.v.weight", ".attn.qkv.weight")
     sizes = {name: part.shape for name, part in parts.items()}
     differs = [
@@ -72,6 +91,17 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
         trained = {"MH": teacher[f"blocks.{layer}.attn.proj.weight"]}
         for name, weight in in_steps(block.attn).start_from(trained).items():
             getattr(block.attn, name).weight.copy_(weight)
+
+
+def with_norm_of(parts: dict[str, Tensor], teacher: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The teacher's weights, its last LayerNorm called as the student's is: timm's ViTs have it as
+    ``norm`` before tokens are pooled or as ``fc_norm`` behind, and both scale the same channels."""
+    for mine, other in (("fc_norm", "norm"), ("norm", "fc_norm")):
+        if f"{mine}.weight" in parts and f"{mine}.weight" not in teacher:
+            return {
+                re.sub(rf"^{other}\.", f"{mine}.", name): tensor for name, tensor in teacher.items()
+            }
+    return teacher
 
 
 @torch.no_grad()

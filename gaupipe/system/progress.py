@@ -47,6 +47,7 @@ class EpochMetrics(TypedDict):
     """Of training steps, without evaluation and checkpoints; of a teacher that was trained before,
     of its linear probe and its evaluation."""
     processor_seconds: NotRequired[float]
+    """As ``seconds``; of a teacher that was trained before, of its linear probe alone."""
     images_per_s: NotRequired[float]
 
 

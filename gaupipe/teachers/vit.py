@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 from timm.layers import Attention
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
@@ -327,12 +327,14 @@ def parts_of_teachers(model: nn.Module) -> list[str]:
 
 
 def has_standard_attention(model: nn.Module) -> TypeGuard[VisionTransformer]:
-    """True for a VisionTransformer of timm's with standard attention, without a prior of ours."""
+    """True for a VisionTransformer of timm's with standard attention, without a prior of ours, and
+    with its norms before attention and FFN."""
     known = (Attention, ATTENTION["standard"])
-    attentions = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
     return isinstance(model, VisionTransformer) and all(
-        type(attention) in known and getattr(attention, "prior", None) is None
-        for attention in attentions
+        isinstance(block, Block)
+        and type(block.attn) in known
+        and getattr(block.attn, "prior", None) is None
+        for block in model.blocks
     )
 
 

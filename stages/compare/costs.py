@@ -43,6 +43,13 @@ class Costs(TypedDict):
     processor_seconds: float
 
 
+class PhaseACosts(Costs):
+    """What phase A and the export cost together."""
+
+    probe: NotRequired[Costs]
+    """Of the linear probe of a teacher, which only those students need that learn predictions."""
+
+
 def multiply_adds(work: Callable[[], Any]) -> int:
     """Multiply-adds of the matrix products, convolutions and attentions in a call."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -84,9 +91,10 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
 
 def phase_a_costs(
     training: RowTraining, metrics: list[EpochMetrics], export_seconds: float
-) -> Costs:
+) -> PhaseACosts:
     """``multiply_adds`` and ``processor_seconds`` of the teacher's epochs, which have the entries
-    ``metrics``, and of the export of its maps for this training."""
+    ``metrics``, and of the export of its maps for this training; those of a ``probe`` beside
+    them."""
     settings = as_teacher(training.settings)
     if settings.phase_a.is_local:
         return {"multiply_adds": 0, "processor_seconds": 0.0}
@@ -94,11 +102,29 @@ def phase_a_costs(
     job = load_teacher(training.teacher, data)
     schema = store.open(str(training.maps)).schema
     exported = outputs(job, schema, job.batches(data.train), np.arange(1))
-    export = multiply_adds(lambda: next(exported)) * schema.num_images
+    forward = multiply_adds(lambda: next(exported))
+    export = forward * schema.num_images
+    if job.probe is not None:  # the teacher was trained before: its metrics are the probe's
+        probe: Costs = {
+            "multiply_adds": forward * (len(data.train) + len(data.val)),
+            "processor_seconds": processor_seconds(metrics),
+        }
+        return {"multiply_adds": export, "processor_seconds": export_seconds, "probe": probe}
     forwards = FORWARDS * len(data.train) * epochs_in(metrics)
     return {
         "multiply_adds": forwards * teacher_forward_cost(settings, data) + export,
         "processor_seconds": processor_seconds(metrics) + export_seconds,
+    }
+
+
+def with_probe(phase_a: PhaseACosts, learns_predictions: bool) -> Costs:
+    """What phase A cost a student, its probe counted if it ``learns_predictions``."""
+    parts: list[Costs] = [phase_a]
+    if learns_predictions and "probe" in phase_a:
+        parts.append(phase_a["probe"])
+    return {
+        "multiply_adds": sum(part["multiply_adds"] for part in parts),
+        "processor_seconds": sum(part["processor_seconds"] for part in parts),
     }
 
 

@@ -125,15 +125,21 @@ def _where_both_are(
     ]
 
 
-def tested_passages(passages: Mapping[Name, Passages], reference: Name) -> dict[Name, Passages]:
+Family = dict[Any, Sequence[float | None]]
+"""By row of a table one number a seed, None where there is none: what :func:`differences` tests."""
+
+
+def tested_passages(
+    passages: Mapping[Name, Passages], reference: Name, undecided: Family
+) -> dict[Name, Passages]:
     """The passages of the rows of a table to one goal, with the epochs that they save over the
-    reference tested as a family."""
-    saved = {
+    reference tested as a family, to which the ``undecided`` rows belong too."""
+    saved: Family = {
         name: row.saved_by_seed
         for name, row in passages.items()
         if name != reference and row.saved_by_seed
     }
-    tested = differences(saved)
+    tested = differences(saved | undecided)
     return {name: replace(row, saved=tested.get(name)) for name, row in passages.items()}
 
 

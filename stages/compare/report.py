@@ -10,6 +10,7 @@ from typing import Any
 from gaupipe.settings.load import ByName
 from gaupipe.system.errors import UserError
 from stages.compare.measures import (
+    Family,
     Passages,
     Spread,
     Verdict,
@@ -61,7 +62,8 @@ class RowResult:
     runs: list[FinishedTraining]
     """One for each seed."""
     difference: Verdict | None = None
-    """Final accuracy minus that of the reference; None for the reference itself."""
+    """Final accuracy minus that of the reference; None for the reference itself. A row that failed
+    is not decided."""
     above_front: Verdict | None = None
     """Final accuracy minus what plain ViTs of standard attention reach for as many multiply-adds;
     None for one of these, and where the row is cheaper than all of them."""
@@ -111,19 +113,19 @@ def report(
         raise UserError(f"{BASELINE}, which the others are compared with, failed: {reason}")
     finished = [row for row in rows if not row.failed]
     baselines = [row for row in finished if row.plain and row.attention == "standard"]
-    over_reference = {}
-    above_front = {}
-    for row in finished:
+    over_reference: Family = {}
+    above_front: Family = {}
+    for row in rows:
         if row is not reference:
             over_reference[row.row] = _seed_by_seed(row, reference)
-        if row not in baselines:
+        if not (row.plain and row.attention == "standard"):
             above = _above(row, baselines)
             if above is not None:
                 above_front[row.row] = above
     tested_differences = differences(over_reference)
     tested_above = differences(above_front)
     passages = [
-        _passages(finished, reference, goal, is_share=not targets) for goal in targets or SHARES
+        _passages(rows, reference, goal, is_share=not targets) for goal in targets or SHARES
     ]
     compared = [
         replace(
@@ -135,17 +137,21 @@ def report(
         for row in rows
     ]
     seeds = [training.settings.seed for training in trainings[0]]
-    return Comparison(data, seeds, BASELINE, compared, differences(_over_controls(finished)))
+    return Comparison(data, seeds, BASELINE, compared, differences(_over_controls(rows)))
 
 
 def _passages(
     rows: Sequence[RowResult], reference: RowResult, goal: float, is_share: bool
 ) -> dict[str, Passages]:
-    """By row its first passages to a goal, with the epochs saved tested among all rows."""
+    """By row that did not fail its first passages to a goal, with the epochs saved tested among all
+    rows."""
     passages = {
-        row.row: first_passages(row.runs, reference.runs, goal, is_share=is_share) for row in rows
+        row.row: first_passages(row.runs, reference.runs, goal, is_share=is_share)
+        for row in rows
+        if not row.failed
     }
-    return tested_passages(passages, reference.row)
+    undecided: Family = {row.row: [None] * len(reference.runs) for row in rows if row.failed}
+    return tested_passages(passages, reference.row, undecided)
 
 
 def _row(
@@ -183,7 +189,7 @@ def final_values(runs: Sequence[FinishedTraining]) -> Final:
     )
 
 
-def _over_controls(rows: Sequence[RowResult]) -> dict[str, list[float]]:
+def _over_controls(rows: Sequence[RowResult]) -> Family:
     """For each control, seed by seed, the final accuracy of the first student minus the
     control's."""
     student = next((row for row in rows if row.row.startswith(DISTILLED)), None)
@@ -197,16 +203,22 @@ def _over_controls(rows: Sequence[RowResult]) -> dict[str, list[float]]:
     }
 
 
-def _seed_by_seed(row: RowResult, other: RowResult) -> list[float]:
-    """Seed by seed, the final accuracy of one row minus that of another."""
+def _seed_by_seed(row: RowResult, other: RowResult) -> list[float | None]:
+    """Seed by seed, the final accuracy of one row minus that of another; None for all seeds where
+    one of the rows failed."""
+    if row.failed or other.failed:
+        return [None] * max(len(row.runs), len(other.runs), 1)
     pairs = zip(row.runs, other.runs, strict=True)
     return [mine.final_acc - others.final_acc for mine, others in pairs]
 
 
-def _above(row: RowResult, baselines: Sequence[RowResult]) -> list[float] | None:
+def _above(row: RowResult, baselines: Sequence[RowResult]) -> list[float | None] | None:
     """For each seed the final accuracy of a row minus what the baselines reach for as many
-    multiply-adds; None where the row is cheaper than all of them with some seed."""
-    values = []
+    multiply-adds, or None if the row failed; None where the row is cheaper than all of them with
+    some seed."""
+    if row.failed:
+        return [None] * len(baselines[0].runs)
+    values: list[float | None] = []
     for number, run in enumerate(row.runs):
         others = [baseline.runs[number] for baseline in baselines]
         points = [(other.cost("multiply_adds"), other.final_acc) for other in others]

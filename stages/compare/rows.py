@@ -5,6 +5,7 @@ A row is one way to train. It is run with every seed and is one line of every ta
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -156,7 +157,8 @@ def resolve(row: Row, base: Settings) -> Settings:
         check_plain(row.settings, f"{row.name}:")
     tree = base.with_training(distilled=not row.plain).model_dump(mode="json")
     for name, value in row.settings.items():
-        set_value(tree, name, value, row.name)
+        # a copy, because another setting of the row may change a part of the value
+        set_value(tree, name, copy.deepcopy(value), row.name)
     settings = parse(tree, row.name).with_training(distilled=not row.plain)
     settings = settings.with_section("train", keep="last")  # the epoch of the tables
     if row.plain:

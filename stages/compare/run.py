@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+import timm
+
 import store
+from gaupipe.attention import STUDENTS
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation import gaussian_teacher, local, vit_teacher
 from gaupipe.distillation.export import make_schema
@@ -15,9 +18,11 @@ from gaupipe.distillation.store_choice import MapShape, chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
+from gaupipe.system import digests
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+from gaupipe.teachers.fine_tuning import weights_sha256
 from gaupipe.training import loggers
 from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student, untrained_student
@@ -66,7 +71,7 @@ def run(
         rows = select_rows(rows, only)
 
     loggers.check(settings.log.to)
-    trainings = plan(rows, settings, seeds, run_dir, test)
+    trainings = plan(rows, settings, seeds, run_dir, test, imports)
     check_folder(run_dir)
 
     with locked(run_dir, "comparison"):
@@ -78,7 +83,12 @@ def run(
 
 
 def plan(
-    rows: Sequence[Row], base: Settings, seeds: Sequence[int], run_dir: Path, test: bool = False
+    rows: Sequence[Row],
+    base: Settings,
+    seeds: Sequence[int],
+    run_dir: Path,
+    test: bool = False,
+    imports: Sequence[Path] = (),
 ) -> list[list[RowTraining]]:
     """For each row its training with each seed. Raises UserError for a row that cannot be run."""
     loaded: dict[str, ImageData] = {}
@@ -92,18 +102,38 @@ def plan(
         if test and data.test is None:
             raise UserError(f"--test: data set {data.name} has no test split")
         settings = checked(row, settings, data)
+        sources = sources_of(settings, row.plain, imports)
         return [
             RowTraining(
                 row=row,
                 settings=settings.model_copy(update={"seed": seed}),
                 root=run_dir,
                 data_sha256=data.both_sha256,
+                image_size=data.image_size,
                 test_sha256=data.test_sha256 if test else None,
+                sources=sources,
             )
             for seed in seeds
         ]
 
     return [row_trainings(row) for row in rows]
+
+
+def sources_of(settings: Settings, plain: bool, imports: Sequence[Path]) -> dict[str, str]:
+    """Digests of the files that a row's settings name, so that a training is not taken for that of
+    a file that was changed."""
+    names = [settings.model.name]
+    if not plain:
+        names.append(settings.phase_a.teacher)
+    modules = [timm.model_entrypoint(name).__module__ for name in names if timm.is_model(name)]
+    own_attention = settings.model.attention not in STUDENTS
+    own_model = not {path.stem for path in imports}.isdisjoint(modules)
+    sources: dict[str, str] = {}
+    for name in names:
+        sources |= weights_sha256(name)
+    if own_attention or own_model:
+        sources |= {str(path): digests.sha256(path) for path in imports}
+    return sources
 
 
 def checked(row: Row, settings: Settings, data: ImageData) -> Settings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -88,12 +88,16 @@ class RowTraining:
     settings: Settings
     root: Path
     data_sha256: str
+    image_size: int
     test_sha256: str | None = None
     """Names the test images that are scored, too; None where none are."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Digests of files that the settings name, by name: weights of a teacher or of a ViT that is
+    fine-tuned, and the user's own attentions."""
 
     @property
     def teacher(self) -> RunDirectory:
-        name = digest(as_teacher(self.settings), self.data_sha256)
+        name = digest(as_teacher(self.settings), self.data_sha256, dict(self.sources))
         return RunDirectory(self.root / "teachers" / name)
 
     @property
@@ -102,7 +106,7 @@ class RowTraining:
         export = self.settings.export
         held: list[Any] = [export.model_dump()]
         if export.views is not None:  # other students draw other views
-            held.append(asdict(Drawing.of(self.settings)))
+            held.append(asdict(Drawing.of(self.settings, self.image_size)))
         return self.teacher.path / f"{export.kind}-{_sha256(held)}.zarr"
 
     @property
@@ -134,7 +138,8 @@ class RowTraining:
 
     @property
     def folder(self) -> Path:
-        return self.root / "students" / digest(self.settings, self.data_sha256, self.row.plain)
+        counted = self.data_sha256, self.row.plain, dict(self.sources)
+        return self.root / "students" / digest(self.settings, *counted)
 
     @property
     def finished(self) -> bool:

@@ -10,10 +10,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -175,7 +176,7 @@ def _train(group: list[RowTraining]) -> str:
     settings = training.settings
     maps = training.maps_url
     teacher = None
-    phase_a_costs = {}
+    phase_a_costs: Mapping[str, Any] = {}
     with _logged(folder / "log.txt"):
         write_whole(folder / "config.yaml", dump(settings))
 
@@ -185,7 +186,8 @@ def _train(group: list[RowTraining]) -> str:
             phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
             write_whole(folder / "phase_a.jsonl", phase_a_metrics)
         if training.needs_phase_a:
-            phase_a_costs = json.loads(training.phase_a_costs.read_text())
+            written = json.loads(training.phase_a_costs.read_text())
+            phase_a_costs = costs.with_probe(written, settings.phase_b.alpha > 0)
 
         metrics = phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
         if training.test_sha256 is not None:

@@ -157,7 +157,7 @@ def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
         with contextlib.suppress(store.UnfinishedStore, UserError):
             maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
             check_fit(student.model, maps.schema, student.settings.phase_b, url)
-            check_targets(maps.schema, student.settings, url)
+            check_targets(maps.schema, student.settings, data.image_size, url)
             return maps
     return None
 
