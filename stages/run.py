@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
+from gaupipe.settings.load import as_overrides
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
 from gaupipe.training.scores import percent
@@ -66,14 +68,17 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     data = distributed.main_first(prepare)
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
-    export.ensure(run_dir, export=settings.export, data=data)
+    # the stages behind it read the run's settings: what may change at any time comes along
+    anytime = as_overrides(settings, Scope.RUN, Scope.STUDENT)
+    export.ensure(run_dir, export=settings.export, data=data, anytime=anytime)
     lines = []
     if not settings.phase_a.is_local:
         lines.append(line_of_teacher(teacher, len(data.val)))
     for distilled, how in students.items():
         folder = run_directory.student(attention, distilled)
         begun = folder.exists()
-        metrics = phase_b.run(run_dir, attention, resume=begun, distilled=distilled, data=data)
+        options = dict(overrides=anytime, resume=begun, distilled=distilled)
+        metrics = phase_b.run(run_dir, attention, data=data, **options)
         lines.append(line(f"{attention}, {how}", metrics, folder, len(data.val)))
     if False in students and distributed.is_main():
         say_if_shorter(run_directory, attention, settings.baseline_epochs)

@@ -642,6 +642,8 @@ SETTINGS = [
     ),
     *settings(
         ("model.match_params=true", "model.match_params"),
+        ("train.optim.args={betas: 3}", "betas 3 0.9"),
+        ("train.optim.args={betas: [0.9, x]}", "betas 0.999"),
         ("model.attention=gaussian", "gaussian"),
         ("model.args={qkv_bias: false}", "model.args"),
         ("model.args={depth: 4}", "4 3"),

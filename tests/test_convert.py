@@ -145,6 +145,17 @@ def test_conversions_that_do_not_change_the_outputs(old, old_options, new, new_o
         )
 
 
+@pytest.mark.parametrize("activation", [None, "identity", "silu"])
+def test_another_activation_is_what_the_model_computes_and_is_saved_as(activation, tmp_path):
+    model, images = student_like("belief2")  # GELU
+    options = {} if activation is None else {"activation": activation}
+    converted = convert(model, "belief2", **options)
+    assert not torch.allclose(converted(images), model(images), atol=1e-3)
+    save_student(converted, tmp_path)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    torch.testing.assert_close(loaded(images), converted(images))
+
+
 @pytest.mark.parametrize("key", STUDENTS)
 def test_there_and_back_again_from_standard(key):
     model, x = student_like("standard")

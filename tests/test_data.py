@@ -3,12 +3,14 @@
 import gzip
 import hashlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from gaupipe.data import sources
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
@@ -22,6 +24,25 @@ CPU = torch.device("cpu")
 
 def digits(**settings) -> ImageData:
     return load_data(DataSettings(name="digits", **settings))
+
+
+def test_every_class_of_torchvisions_data_sets_has_a_name_of_its_own():
+    lemmas = [("crane",), ("crane",), ("maillot",), ("maillot", "tank suit")]
+    numbers = {name: number for number, names in enumerate(lemmas) for name in names}
+    imagenet = SimpleNamespace(classes=lemmas, class_to_idx=numbers)
+    names = ["crane (0)", "crane (1)", "maillot (2)", "maillot (3)"]
+    assert sources._class_names(imagenet) == names
+    digits = SimpleNamespace(class_to_idx={"one": 1, "zero": 0}, classes=["zero", "one"])
+    assert sources._class_names(digits) == ["zero", "one"]
+    assert sources._class_names(SimpleNamespace()) == []
+
+
+def test_of_qmnists_labels_the_digit_is_taken():
+    labels = torch.tensor([[3, 7, 1], [5, 7, 2]])
+    pixels = torch.zeros(2, 28, 28, dtype=torch.uint8)
+    made = SimpleNamespace(data=pixels, targets=labels, classes=[])
+    source = sources._timm_source(made, DataSettings(name="torch/qmnist"))
+    assert source.labels.tolist() == [3, 5]
 
 
 def test_digits_are_split_class_by_class_and_always_the_same_way(tmp_path):
@@ -132,7 +153,8 @@ def test_pixels_and_labels_of_a_torchvision_data_set_count(tmp_path):
     settings = DataSettings(name="torch/mnist", root=tmp_path)
     write_mnist(tmp_path, images, labels)
     data = load_data(settings)
-    assert (len(data.train), len(data.test), data.num_classes) == (18, 20, 2)
+    sizes = (len(data.train), len(data.test), data.num_classes)
+    assert sizes == (18, 20, 10)  # there are names for ten
     assert data.sha256 == digest_in_memory(data, images)
     exchanged = labels.copy()
     pair = data.train.positions[:2]

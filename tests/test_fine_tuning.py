@@ -193,6 +193,14 @@ def test_arguments_that_leave_weights_out_are_refused_and_name_them(command, tmp
     assert "model.args" in err and err.rstrip().endswith("differs from in cls_token")
 
 
+def test_settings_of_random_weights_are_said_to_change_nothing(command, tmp_path, in_process):
+    changes = sets(*TINY, "model.init=mimetic", "model.init_std=0.1", "baseline.epochs=1")
+    code, _, err = in_process(*command, *changes, "--run-dir", tmp_path / "run")
+    assert code == 0 and "model.init, model.init_std changes nothing" in err
+    code, _, err = in_process(*command, *sets(*TINY), "--run-dir", tmp_path / "other")
+    assert code == 0 and "changes nothing" not in err
+
+
 def test_the_learning_rate_decays_from_block_to_block_as_timm_has_it(folder):
     """That of a Gaussian teacher, too, whose prior has a rate of its own."""
     settings = settings_of(folder, "train.optim={lr: 0.1, args: {layer_decay: 0.5}}")

@@ -15,6 +15,7 @@ from PIL import Image
 from scipy.stats import binomtest
 
 import store
+from arguments import sets
 from exports import write_store
 from gaupipe import __version__
 from gaupipe.data import splits
@@ -73,11 +74,20 @@ def test_the_code_of_the_card_classifies_an_image(run, tmp_path, in_process, mon
     assert publish(run, in_process, "--out", tmp_path / "out")[0] == 0
     code = (tmp_path / "out/README.md").read_text().split("```python\n")[1].split("```")[0]
     assert "ImageOps.exif_transpose(Image.open(" in code
-    Image.new("RGB", (20, 30), "red").save(tmp_path / "image.png")
+    pixels = np.random.default_rng(0).integers(256, size=(30, 20), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
     monkeypatch.chdir(tmp_path)
-    exec(code.replace("hf-hub:OWNER/out", "local-dir:out"), {})
-    label, probability = capfd.readouterr().out.split()
-    assert 0 <= int(label) < 10 and 0.1 <= float(probability) <= 1
+    config = tmp_path / "out" / "config.json"
+    said = []
+    for interpolation in ("bicubic", "bilinear"):  # as the weights expect
+        written = json.loads(config.read_text())
+        written["pretrained_cfg"]["interpolation"] = interpolation
+        config.write_text(json.dumps(written))
+        exec(code.replace("hf-hub:OWNER/out", "local-dir:out"), {})
+        label, probability = capfd.readouterr().out.split()
+        assert 0 <= int(label) < 10 and 0.1 <= float(probability) <= 1
+        said.append(probability)
+    assert said[0] != said[1]
 
 
 def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_process):
@@ -99,6 +109,20 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
     for line in card.split("```sh\n")[1].split("```")[0].splitlines():
         code, _, err = in_process(*line.split()[1:], cwd=out)
         assert code == 0, err
+
+
+def test_the_card_names_the_weights_that_a_student_began_with(run, tmp_path, in_process):
+    settings = RunDirectory(run).settings()
+    phase_b.train_student(settings, tmp_path / "vit", teacher=None)
+    weights = f"local-dir:{tmp_path / 'vit' / 'student'}"
+    fine = tmp_path / "fine"
+    train = ("train", "digits", "--model", weights, "--run-dir", fine, "--epochs", "1")
+    code, _, err = in_process(*train, *sets("data.train_images=40", "data.batch_size=20"))
+    assert code == 0, err
+    assert in_process("publish", "--run-dir", fine, "--out", tmp_path / "out")[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "\n* began with the trained weights of `local-dir:student`;" in card
+    assert str(tmp_path) not in card
 
 
 def test_paths_of_this_machine_are_in_no_setting():

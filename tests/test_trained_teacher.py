@@ -396,6 +396,33 @@ def test_views_are_those_of_a_drawing_only_with_all_that_they_are_drawn_by():
     assert ignore.augmentation().settings.operations != follow.augmentation().settings.operations
 
 
+def test_settings_that_may_change_at_any_time_reach_every_stage(run, monkeypatch):
+    seen = []
+    load_as_before = export.load_teacher
+
+    def loaded(*args, settings, **more):
+        seen.append(settings)
+        return load_as_before(*args, settings=settings, **more)
+
+    monkeypatch.setattr(export, "load_teacher", loaded)
+    now = ["log.every=1", "checkpoint_minutes=null", "data.cache=none"]
+    run_all(settings_with(*now), run)
+    seen += [load(run / stage / "standard/config.yaml") for stage in ("phase_b", "plain")]
+    assert len(seen) == 3
+    for settings in seen:
+        now = (settings.log.every, settings.checkpoint_minutes, settings.data.cache)
+        assert now == (1, None, "none")
+    assert (run / "phase_b/standard/steps.jsonl").read_text()
+
+
+def test_a_store_is_verified_by_the_views_that_it_says(run):
+    """In a comparison its teacher may have been trained without an augmentation."""
+    with_settings(run, "augment={crop_padding: 1, flip: true}")
+    write_store(run, {"kind": "topk", "views": 2})
+    with_settings(run)
+    assert against_teacher(str(run / "maps.zarr")) == []
+
+
 def test_a_checkpoint_belongs_to_the_blocks_of_its_store(run):
     write_store(run, {"kind": "topk"})
     schema = store.open(run / "maps.zarr").schema

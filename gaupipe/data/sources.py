@@ -226,15 +226,16 @@ def _timm_data_set(settings: DataSettings, download: bool, *splits: str) -> Any:
 def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     """The images of a data set of torchvision, which keeps them in an array or in files."""
     pixels = getattr(data_set, "data", None)
-    numbers = getattr(data_set, "class_to_idx", {})  # ImageNet has several names of a class
-    first = {number: name for name, number in reversed(numbers.items())}
-    class_names = [first[number] for number in sorted(first)]
+    class_names = _class_names(data_set)
     if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
         pixels = np.asarray(pixels)
         if pixels.ndim == 3:
             pixels = pixels[..., None]  # [N, height, width, 1]
         pixels = pixels.transpose(0, 3, 1, 2)  # [N, C, height, width]
-        array = ArrayImages(pixels, data_set.targets, class_names)
+        labels = np.asarray(data_set.targets)
+        if labels.ndim == 2:  # QMNIST's have the writer and more behind the digit
+            labels = labels[:, 0]
+        array = ArrayImages(pixels, labels, class_names)
         size = settings.image_size or pixels.shape[-1]
         return array.resized(size, settings.interpolation)
     files = _files(data_set)
@@ -242,6 +243,19 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     names = [str(path)[start:] for path, _ in files]
     labels = np.asarray([label for _, label in files])
     return as_asked(FileImages(Path(data_set.root), names, labels, settings, class_names))
+
+
+def _class_names(data_set: Any) -> list[str]:
+    """A name for each class of a data set of torchvision; none where it has none."""
+    classes = getattr(data_set, "classes", [])
+    if classes and isinstance(classes[0], tuple):  # ImageNet's, of which two may have one name
+        names = [synonyms[0] for synonyms in classes]
+        return [
+            f"{name} ({number})" if names.count(name) > 1 else name
+            for number, name in enumerate(names)
+        ]
+    numbers = getattr(data_set, "class_to_idx", {})
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 def _files(data_set: Any) -> list[tuple[str, int]]:

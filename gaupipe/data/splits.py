@@ -222,6 +222,12 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
             f"data set {settings.name}: the training images are all of the class {name!r}; "
             "two or more are needed (in a folder each, if they are files)"
         )
+    num_classes = max(int(labels.max()) + 1, len(train.class_names))
+    if train.class_names and len(train.class_names) < num_classes:
+        raise UserError(
+            f"data set {settings.name}: has {len(train.class_names)} names of classes and labels "
+            f"up to {num_classes - 1}: each class should have a name"
+        )
     positions = np.arange(len(labels))
     if val is not None:
         held_out = np.arange(len(val))
@@ -256,7 +262,7 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
         name=settings.name,
         train=split,
         val=Split(train if val is None else val, held_out),
-        num_classes=int(labels.max()) + 1,
+        num_classes=num_classes,
         channels=channels,
         image_size=image_size,
         mean=_by_channel(settings.scaling.get("mean") or mean, channels),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import store
-from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.distillation.kinds import MAP_KINDS, Attention
 from gaupipe.distillation.notes import Drawing, StoreNotes
@@ -120,9 +119,8 @@ def outputs(
     if notes.views is None:
         loaded = batches.in_order(entries)
     else:
-        size = job.data.image_size  # the student's, for which views are drawn
-        augment = Augment(job.settings.augment, job.settings.seed, size)
-        loaded = batches.views(entries, augment, schema.views)
+        # as the store says: in a comparison the teacher itself may have been trained without views
+        loaded = batches.views(entries, notes.views.augmentation(), schema.views)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
         with torch.autocast(job.device.type, dtype, enabled=dtype != torch.float32):

@@ -21,7 +21,13 @@ from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.maps.gaussians import local_axes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
-from gaupipe.training.job import EpochPlan, Training, share_of_dropped_patches, student_training
+from gaupipe.training.job import (
+    EpochPlan,
+    Training,
+    remarks_on_patches,
+    share_of_dropped_patches,
+    student_training,
+)
 from gaupipe.training.student import checked_student
 
 
@@ -129,7 +135,10 @@ def build(
     ]
     losses = StudentLosses(student, settings, lambda _batch: maps)
     teacher = described(settings.phase_a)
-    remarks = [f"local has {teacher}; it predicts nothing, so phase_b.alpha is 0"]
+    remarks = [
+        f"local has {teacher}; it predicts nothing, so phase_b.alpha is 0",
+        *remarks_on_patches(train, epochs),
+    ]
     return student_training(settings, data, device, student, train, losses, epochs, remarks)
 
 

@@ -31,7 +31,7 @@ class Drawing:
         return cls(settings.seed, augment, image_size)
 
     def augmentation(self) -> Augment:
-        return Augment(AugmentSettings.model_validate(self.augment), self.seed)
+        return Augment(AugmentSettings.model_validate(self.augment), self.seed, self.image_size)
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,9 @@ class DataSettings(Section):
     """Use only this many training images, the same number of each class as far as possible; null
     takes all."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of the training images held out, class by class, for validation (``digits`` always
-    holds out 20 %)."""
+    """Share of the training images held out, class by class, for validation; ``digits`` always
+    holds out 20 %, and a data set with validation images of its own, such as a folder ``val``,
+    nothing."""
     image_size: Size | None = None
     """Height and width of the images that the model gets, in pixels: a multiple of the patch size.
     Null keeps the size of images held in memory. Images in files then get 224 pixels. A ViT that

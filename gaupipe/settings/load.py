@@ -145,6 +145,11 @@ def flatten(settings: Settings, *without: Scope) -> ByName:
     return {name: value for name, value in leaves if scope(name) not in without}
 
 
+def as_overrides(settings: Settings, *without: Scope) -> list[str]:
+    """All settings as ``a.b=value``, but for those of the scopes ``without``."""
+    return [f"{name}={json.dumps(value)}" for name, value in flatten(settings, *without).items()]
+
+
 def changed(old: Settings, new: Settings, *without: Scope) -> list[str]:
     """Names of the settings in which two settings differ, but for those of the scopes
     ``without``."""

@@ -87,6 +87,20 @@ def arguments_for(model: ModelSettings, data: ImageData) -> dict[str, Any]:
     return {**sizes, **model.args, **model.student_args}
 
 
+def remarks_on_start(model: ModelSettings) -> list[str]:
+    """A line about settings of random weights, which a ViT that is fine-tuned does not have."""
+    if not fine_tunes(model.name):
+        return []
+    given = [
+        f"model.{name}"
+        for name in ("init", "init_std", "pos_embed_std")
+        if getattr(model, name) != ModelSettings.model_fields[name].default
+    ]
+    if not given:
+        return []
+    return [f"starts with the weights of {model.name}: {', '.join(given)} changes nothing"]
+
+
 def fitting_sizes(model: ModelSettings, arguments: dict[str, Any]) -> tuple[VitSizes, VitSizes]:
     """The sizes of trained weights, and those of the ViT that is to start with them. Raises
     UserError where it cannot."""

@@ -31,7 +31,7 @@ from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system.device import choose_precision, select_device
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers.fine_tuning import weights_sha256
+from gaupipe.teachers.fine_tuning import remarks_on_start, weights_sha256
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
@@ -248,6 +248,7 @@ def student_training(
     the settings."""
     belongs_to = identity(settings, data, train)
     augment = settings.augment
+    remarks = [*remarks, *remarks_on_start(settings.model)]
     return Training(
         settings, data, device, student, train, augment, losses, epochs, belongs_to, remarks=remarks
     )

@@ -83,6 +83,9 @@ def _checked_args(optim: OptimSettings) -> dict[str, Any]:
         raise ValueError("it needs second derivatives, which a training step does not compute")
     if "kron" in optim.name:
         raise ValueError("it compiles its first step for minutes")
+    betas = optim.args.get("betas", (0.9, 0.999))
+    if not (isinstance(betas, list | tuple) and all(isinstance(beta, float) for beta in betas)):
+        raise ValueError(f"betas: {betas!r} should be a list of numbers such as [0.9, 0.999]")
     usual = {"betas": (0.9, 0.999)} if info.has_betas and info.num_betas == 2 else {}
     left_to_adamw = [*GAUSSIANS, *optim.args.get("fallback_list", [])]
     return usual | optim.args | {"fallback_list": left_to_adamw}

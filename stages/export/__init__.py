@@ -25,7 +25,7 @@ from gaupipe.distillation.vit_teacher import (
 )
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
-from gaupipe.settings.load import with_overrides
+from gaupipe.settings.load import parse, with_overrides
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from stages.export.place import Place
@@ -56,6 +56,8 @@ class ExportRequest:
     """Draws the views; None is the run's ``augment``."""
     data: ImageData | None = None
     """The data set of the run, where it has been read already."""
+    anytime: Sequence[str] = ()
+    """Settings of the run as they are now, of those that may change at any time."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -82,13 +84,16 @@ class ExportRequest:
                 )
         settings = self.directory.settings()  # a folder that is no run is left alone
         self.place.check()
+        if self.anytime:
+            tree = with_overrides(settings.model_dump(mode="json"), self.anytime)
+            settings = parse(tree, "--set")
         return settings
 
     def load(self, settings: Settings) -> TeacherJob[Any]:
         """The finished teacher of the run, or the other one, on the run's data."""
         job: TeacherJob[Any]
         if self.teacher is None:
-            job = load_teacher(self.directory, self.data, download=self.download)
+            job = load_teacher(self.directory, self.data, download=self.download, settings=settings)
         else:
             tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
             settings = settings.model_copy(update={"download": self.download})
@@ -174,9 +179,11 @@ def ensure(
     export: ExportSettings | None = None,
     augment: AugmentSettings | None = None,
     data: ImageData | None = None,
+    anytime: Sequence[str] = (),
 ) -> str:
     """The store of a run: as it is if it is complete, else written; of ``local`` none.
-    ``export`` says what is stored; None leaves that to the settings, as for ``augment``."""
+    ``export`` says what is stored; None leaves that to the settings, as for ``augment``;
+    ``anytime`` is as in :class:`ExportRequest`."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
     asked = {} if export is None else export.model_dump(exclude_none=True)
@@ -196,5 +203,8 @@ def ensure(
         return True
 
     if not distributed.from_main(is_there):
-        run(ExportRequest(run_dir, Place(url), asked, augment=augment, data=data))
+        request = ExportRequest(
+            run_dir, Place(url), asked, augment=augment, data=data, anytime=anytime
+        )
+        run(request)
     return url

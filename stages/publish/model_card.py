@@ -15,6 +15,7 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData, utf8
 from gaupipe.settings import Settings
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics, total_seconds
+from gaupipe.teachers.fine_tuning import fine_tunes
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.runs import kept_epochs
 from stages.runs.trained import TrainedStudent
@@ -76,6 +77,7 @@ def write(
         epoch=kept_epochs.entry(student.folder)["epoch"],
         settings=settings,
         train=train,
+        started_from=settings.model.name if fine_tunes(settings.model.name) else None,
         teacher=teacher_of(student, settings) if student.distilled else None,
         code=code,
     )

@@ -32,11 +32,12 @@ def load_teacher(
     *,
     download: bool = False,
     with_images: bool = True,
+    settings: Settings | None = None,
 ) -> TeacherJob[Any]:
     """The finished teacher of a run, in eval mode. ``download`` fetches published weights,
-    ``with_images`` False leaves out the per-image parameters. Raises UserError if phase A has not
-    finished."""
-    settings = directory.settings()
+    ``with_images`` False leaves out the per-image parameters, ``settings`` are the run's, where
+    they are not those that it began with. Raises UserError if phase A has not finished."""
+    settings = settings or directory.settings()
     if download:
         settings = settings.model_copy(update={"download": True})
     data = data or directory.load_data(settings)
