@@ -118,8 +118,8 @@ class StudentAttention(Attention):
             matrices = old.matrices()
         start = self.start_from(matrices)
         for name, module in old.named_children():
-            if name == "activation":  # no weights, but an option, which may be another now
-                continue
+            if name == "activation" and not [*module.parameters()]:
+                continue  # an option, which may be another now
             if name in start and start[name] is not module.weight:
                 module = copy.deepcopy(module)  # its weight changes, and old must not
             if name in self._modules or name == "gate":  # which timm leaves None without one

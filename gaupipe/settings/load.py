@@ -147,7 +147,14 @@ def flatten(settings: Settings, *without: Scope) -> ByName:
 
 def as_overrides(settings: Settings, *without: Scope) -> list[str]:
     """All settings as ``a.b=value``, but for those of the scopes ``without``."""
-    return [f"{name}={json.dumps(value)}" for name, value in flatten(settings, *without).items()]
+    return [f"{name}={_as_yaml(value)}" for name, value in flatten(settings, *without).items()]
+
+
+def _as_yaml(value: Any) -> str:
+    """A value as YAML on one line. JSON's pairs of escapes for one character, such as an emoji in a
+    path, would be two characters there."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value)
 
 
 def changed(old: Settings, new: Settings, *without: Scope) -> list[str]:

@@ -46,7 +46,7 @@ def build_optimizer(
         )
         for group in extra_groups:
             optimizer.add_param_group({**group, "use_fallback": True})
-    except (AssertionError, ValueError, TypeError, ImportError) as error:
+    except (AssertionError, ValueError, TypeError, ImportError, IndexError) as error:
         given = f" with {optim.args}" if optim.args else ""
         raise UserError(f"optim.name: timm cannot make {optim.name!r}{given}: {error}") from None
     warmup = min(optim.warmup_epochs, epochs)
@@ -75,6 +75,10 @@ def build_optimizer(
     return optimizer, schedule
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _checked_args(optim: OptimSettings) -> dict[str, Any]:
     """``optim.args``, Adam's usual betas, and Muon's list of what it leaves to AdamW, which other
     optimizers ignore, with :data:`GAUSSIANS`. Raises ValueError for an unusable optimizer."""
@@ -84,7 +88,7 @@ def _checked_args(optim: OptimSettings) -> dict[str, Any]:
     if "kron" in optim.name:
         raise ValueError("it compiles its first step for minutes")
     betas = optim.args.get("betas", (0.9, 0.999))
-    if not (isinstance(betas, list | tuple) and all(isinstance(beta, float) for beta in betas)):
+    if not (isinstance(betas, list | tuple) and betas and all(map(_is_number, betas))):
         raise ValueError(f"betas: {betas!r} should be a list of numbers such as [0.9, 0.999]")
     usual = {"betas": (0.9, 0.999)} if info.has_betas and info.num_betas == 2 else {}
     left_to_adamw = [*GAUSSIANS, *optim.args.get("fallback_list", [])]

@@ -49,7 +49,11 @@ def convert(model: Model, attention: str, **options: Any) -> Model:
             f"cannot convert a {type(model).__name__}: only timm's VisionTransformer and its "
             "subclasses"
         )
-    options = {**attention_type.conversion_options, **options}
+    built = getattr(model, "gaupipe_args", None) or {}
+    usual = attention_type.conversion_options
+    if built.get("attention") == attention:  # it keeps the options that it has
+        usual = built.get("attention_options") or {}
+    options = {**usual, **options}
     converted: Any = copy.deepcopy(model)  # gaupipe_args is no attribute that timm declares
     for layer, block in enumerate(converted.blocks):
         block.attn = swap(getattr(block, "attn", block), attention_type, options, f"block {layer}")

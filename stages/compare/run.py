@@ -103,6 +103,9 @@ def plan(
             raise UserError(f"--test: data set {data.name} has no test split")
         settings = checked(row, settings, data)
         sources = sources_of(settings, row.plain, imports)
+        own_attention = {}
+        if settings.model.attention not in STUDENTS:
+            own_attention = digests_of(imports)
         return [
             RowTraining(
                 row=row,
@@ -112,6 +115,7 @@ def plan(
                 image_size=data.image_size,
                 test_sha256=data.test_sha256 if test else None,
                 sources=sources,
+                own_attention=own_attention,
             )
             for seed in seeds
         ]
@@ -126,14 +130,16 @@ def sources_of(settings: Settings, plain: bool, imports: Sequence[Path]) -> dict
     if not plain:
         names.append(settings.phase_a.teacher)
     modules = [timm.model_entrypoint(name).__module__ for name in names if timm.is_model(name)]
-    own_attention = settings.model.attention not in STUDENTS
-    own_model = not {path.stem for path in imports}.isdisjoint(modules)
     sources: dict[str, str] = {}
     for name in names:
         sources |= weights_sha256(name)
-    if own_attention or own_model:
-        sources |= {str(path): digests.sha256(path) for path in imports}
+    if not {path.stem for path in imports}.isdisjoint(modules):
+        sources |= digests_of(imports)
     return sources
+
+
+def digests_of(imports: Sequence[Path]) -> dict[str, str]:
+    return {path.name: digests.sha256(path) for path in imports}
 
 
 def checked(row: Row, settings: Settings, data: ImageData) -> Settings:

@@ -92,8 +92,10 @@ class RowTraining:
     test_sha256: str | None = None
     """Names the test images that are scored, too; None where none are."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Digests of files that the settings name, by name: weights of a teacher or of a ViT that is
-    fine-tuned, and the user's own attentions."""
+    """Digests, by name, of the files that the settings name: weights of a teacher or of a ViT that
+    is fine-tuned, and imports that define one of them."""
+    own_attention: Mapping[str, str] = field(default_factory=dict)
+    """Those of imports, where the student's attention is of one."""
 
     @property
     def teacher(self) -> RunDirectory:
@@ -138,7 +140,7 @@ class RowTraining:
 
     @property
     def folder(self) -> Path:
-        counted = self.data_sha256, self.row.plain, dict(self.sources)
+        counted = self.data_sha256, self.row.plain, dict(self.sources), dict(self.own_attention)
         return self.root / "students" / digest(self.settings, *counted)
 
     @property
