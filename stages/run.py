@@ -68,7 +68,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     data = distributed.main_first(prepare)
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
-    # the stages behind it read the run's settings: what may change at any time comes along
+    # export and phase B read config.yaml, which keeps what the run began with
     anytime = as_overrides(settings, Scope.RUN, Scope.STUDENT)
     export.ensure(run_dir, export=settings.export, data=data, anytime=anytime)
     lines = []
@@ -77,8 +77,9 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     for distilled, how in students.items():
         folder = run_directory.student(attention, distilled)
         begun = folder.exists()
-        options = dict(overrides=anytime, resume=begun, distilled=distilled)
-        metrics = phase_b.run(run_dir, attention, data=data, **options)
+        metrics = phase_b.run(
+            run_dir, attention, data=data, overrides=anytime, resume=begun, distilled=distilled
+        )
         lines.append(line(f"{attention}, {how}", metrics, folder, len(data.val)))
     if False in students and distributed.is_main():
         say_if_shorter(run_directory, attention, settings.baseline_epochs)

@@ -80,12 +80,16 @@ def test_passages_count_the_epochs_of_a_teacher(collect):
 
 
 def test_fronts_count_a_teacher_once_and_once_not(collect):
+    def training(name, test, core_seconds, teacher_seconds=0):
+        costs = {"core_seconds": core_seconds, "teacher_seconds": teacher_seconds}
+        return {"name": name, "test": test, **costs}
+
     trainings = [
-        {"name": "labels", "test": 0.5, "core_seconds": 100},
-        {"name": "labels", "test": 0.6, "core_seconds": 120},
-        {"name": "slice", "test": 0.54, "core_seconds": 115},  # lower, and dearer
-        {"name": "local", "test": 0.58, "core_seconds": 130},
-        {"name": "maps", "test": 0.57, "core_seconds": 320, "teacher_seconds": 200},
+        training("labels", 0.5, 100),
+        training("labels", 0.6, 120),
+        training("slice", 0.54, 115),  # lower, and dearer
+        training("local", 0.58, 130),
+        training("maps", 0.57, 320, teacher_seconds=200),
         {"name": "probe", "core_seconds": 1},  # nobody looked at its test images
     ]
     assert collect.table_of_fronts(trainings).splitlines()[2:] == [

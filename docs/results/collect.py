@@ -8,7 +8,8 @@ the tables of pages.
 A file holds a list of trainings: name, command, commit, data, images, epochs, seed, val (null for
 a teacher without Gaussians for validation images), test (left out where nobody looked) and
 core_seconds. ``val`` and ``test`` are accuracies of the last epoch, ``core_seconds`` those of the
-processor, a teacher's included; ``teacher_seconds``, where there are any, are these alone.
+processor, those of a teacher's training and export included; ``teacher_seconds`` are the latter
+alone, left out where they were not recorded.
 
 In a page, a table stands between two comments. The first names the file, which trainings are
 meant, the row from which the others are subtracted, seed by seed, and how many seeds a row needs to
@@ -29,7 +30,7 @@ training, its ``curve``, reaches that of the baseline's last five, its teacher's
     <!-- /passages -->
 
 A table of fronts has the rows that no cheaper row reaches in test accuracy, once with the seconds
-of a teacher and its export and once without:
+of a teacher and its export and once without, of the trainings that recorded both:
 
     <!-- fronts given-teacher.json data=cifar10 images=3000 seeds=2 -->
     <!-- /fronts -->
@@ -104,8 +105,7 @@ def rows(results: dict[str, Any], facts: dict[str, Any], curves: bool = False) -
                 training["curve"] = [round(accuracy, 4) for accuracy in run["val_acc"]]
             teacher_seconds = run["phase_a_costs"].get("processor_seconds", 0)
             training["core_seconds"] = round(run["costs"]["processor_seconds"] + teacher_seconds)
-            if teacher_seconds:
-                training["teacher_seconds"] = round(teacher_seconds)
+            training["teacher_seconds"] = round(teacher_seconds)
             trainings.append(training)
     return trainings
 
@@ -264,19 +264,19 @@ def table_of_fronts(trainings: list[Training], least_seeds: int = 1) -> str:
     alone. A cell is empty where the row is not on that front."""
     groups: dict[str, list[Training]] = {}
     for training in trainings:
-        if training["core_seconds"] is not None and "test" in training:
+        if "teacher_seconds" in training and "test" in training:
             groups.setdefault(training["name"], []).append(training)
     groups = {name: runs for name, runs in groups.items() if len(runs) >= least_seeds}
     tests = {name: statistics.fmean(percents(runs, "test")) for name, runs in groups.items()}
     costs = {}
     student_costs = {}
     for name, runs in groups.items():
-        teacher = [run["teacher_seconds"] for run in runs if "teacher_seconds" in run]
         costs[name] = statistics.fmean(run["core_seconds"] for run in runs)
-        student_costs[name] = costs[name] - (statistics.fmean(teacher) if teacher else 0)
+        teacher = statistics.fmean(run["teacher_seconds"] for run in runs)
+        student_costs[name] = costs[name] - teacher
 
-    with_teacher = front(tests, costs)
-    without = front(tests, student_costs)
+    with_teacher = undominated(tests, costs)
+    without = undominated(tests, student_costs)
     lines = [
         "| row | test | core seconds with the teacher's | without |",
         "|---" * 4 + "|",
@@ -289,7 +289,7 @@ def table_of_fronts(trainings: list[Training], least_seeds: int = 1) -> str:
     return "\n".join(lines)
 
 
-def front(accuracies: dict[str, float], costs: dict[str, float]) -> set[str]:
+def undominated(accuracies: dict[str, float], costs: dict[str, float]) -> set[str]:
     """The names that no other one equals or exceeds in accuracy for less cost."""
     best = -1.0
     names = set()

@@ -3,7 +3,8 @@ measured while it trained. Phase A and the export count too.
 
 Counted are the products of linear layers, convolutions and attention, as torch's FlopCounterMode
 finds them; a flop of torch's is half a multiply-add. A training step counts as three forward
-passes, an exported map as one. Left out are the evaluation after each epoch, a warm start, and
+passes, an exported map and an image of a linear probe as one. Left out are the evaluation after
+each epoch, a warm start, and
 every operation but products of matrices, such as norms and the softmax.
 """
 
@@ -153,6 +154,6 @@ def teacher_forward_cost(settings: Settings, data: ImageData) -> int:
 
 
 def processor_seconds(metrics: list[EpochMetrics]) -> float:
-    """Seconds of all processors over the training steps of a metrics file. A teacher that was
-    trained before has taken none."""
+    """Seconds of all processors over the training steps of a metrics file; of a teacher that was
+    trained before, over its linear probe."""
     return sum(entry.get("processor_seconds", 0.0) for entry in metrics)
