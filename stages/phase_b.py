@@ -65,7 +65,7 @@ def start(request: StudentRequest, data: ImageData, afresh: bool) -> Training:
     teacher = request.teacher
     job = build(settings, data, teacher, request.maps_url, afresh)
     if teacher is not None and settings.phase_b.warm_start != "none" and afresh:
-        vit = load_teacher(teacher, data, with_images=False).teacher
+        vit = load_teacher(teacher, data, with_images=False, now=settings).teacher
         how = settings.phase_b.warm_start
         weights = vit.weights()
         spread = None

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
-from gaupipe.settings.load import as_overrides
-from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
 from gaupipe.training.scores import percent
@@ -68,9 +66,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     data = distributed.main_first(prepare)
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
-    # export and phase B read config.yaml, which keeps what the run began with
-    anytime = as_overrides(settings, Scope.RUN, Scope.STUDENT)
-    export.ensure(run_dir, export=settings.export, data=data, anytime=anytime)
+    export.ensure(run_dir, export=settings.export, data=data, now=settings)
     lines = []
     if not settings.phase_a.is_local:
         lines.append(line_of_teacher(teacher, len(data.val)))
@@ -78,14 +74,14 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         folder = run_directory.student(attention, distilled)
         begun = folder.exists()
         metrics = phase_b.run(
-            run_dir, attention, data=data, overrides=anytime, resume=begun, distilled=distilled
+            run_dir, attention, data=data, now=settings, resume=begun, distilled=distilled
         )
         lines.append(line(f"{attention}, {how}", metrics, folder, len(data.val)))
     if False in students and distributed.is_main():
         say_if_shorter(run_directory, attention, settings.baseline_epochs)
     was_trained = teacher[-1]["epoch"] == 0 and not settings.phase_a.is_local
     if was_trained and distributed.is_main():  # which shows the table
-        lines = with_sizes(lines, run_dir, attention, data)
+        lines = with_sizes(lines, run_directory, settings, data)
     return lines
 
 
@@ -119,13 +115,15 @@ def line_of_teacher(metrics: list[EpochMetrics], val_images: int) -> Line:
     return Line(model, last["epoch"], last["train_acc"], last["val_acc"], val_images, seconds)
 
 
-def with_sizes(lines: list[Line], run_dir: Path, attention: str, data: ImageData) -> list[Line]:
+def with_sizes(
+    lines: list[Line], run: RunDirectory, settings: Settings, data: ImageData
+) -> list[Line]:
     """The lines of a trained teacher, its student and the baseline, if there is one, with their
     parameters and speeds."""
-    job = load_teacher(RunDirectory(run_dir), data)
+    job = load_teacher(run, data, now=settings)
     models = [(job.teacher.model, job.teacher.takes.size)]
     for distilled in (True, False)[: len(lines) - 1]:
-        student = load_student(run_dir, attention, distilled)
+        student = load_student(run.path, settings.model.attention, distilled)
         models += [(student.model, data.image_size)]
     sized = []
     for line, (model, size) in zip(lines, models, strict=True):

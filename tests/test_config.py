@@ -19,6 +19,7 @@ from gaupipe.settings.load import (
     load_merged,
     parse,
     shipped,
+    with_anytime,
     with_overrides,
 )
 from gaupipe.settings.sections import Scope, Section, section_of
@@ -129,6 +130,7 @@ def test_what_a_scope_says():
     other = load("digits_expected", ["threads=3", "export.k=5", "train.optim.lr=0.5"])
     before = load("digits_expected")
     assert changed(before, other, Scope.ANYTIME, Scope.STUDENT) == ["export.k"]
+    assert changed(before, with_anytime(before, other)) == ["threads"]
 
 
 TRAINED = {

@@ -9,6 +9,7 @@ import timm
 import torch
 
 from arguments import sets
+from gaupipe.distillation import vit_teacher
 from gaupipe.models import save_student
 from gaupipe.settings.load import parse, with_overrides
 from gaupipe.teachers.vit import parts_of_teachers
@@ -104,6 +105,27 @@ def test_a_configuration_says_what_it_says_and_the_rest_follows_the_teacher(
         assert (phase.warm_start, phase.head_map) == (start or "slice", "mean")
         assert RunDirectory(run).settings().export.views == 2
     assert in_process(*command)[0] == 0  # the same choices
+
+
+def test_every_stage_of_a_continued_run_has_the_threads_of_its_command(
+    vit, tmp_path, in_process, monkeypatch
+):
+    photos(tmp_path / "photos", size=(24, 24), count=14)
+    command = ["run", "--data", tmp_path / "photos", "--teacher", vit, "--run-dir", tmp_path / "r"]
+    began = ["phase-a", *command[1:], *TINY]
+    code, _, err = in_process(*began)
+    assert code == 0, err
+    threads = []
+
+    def recorded(settings, *arguments, build=vit_teacher.build):
+        threads.append(settings.threads)
+        return build(settings, *arguments)
+
+    monkeypatch.setattr(vit_teacher, "build", recorded)
+    code, _, err = in_process(*command, *TINY, *sets("threads=2"))
+    assert code == 0, err
+    assert set(threads) == {2} and len(threads) >= 3  # the export, the slice, the table
+    assert RunDirectory(tmp_path / "r").settings().threads == 1
 
 
 @pytest.mark.parametrize(

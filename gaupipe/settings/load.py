@@ -145,16 +145,16 @@ def flatten(settings: Settings, *without: Scope) -> ByName:
     return {name: value for name, value in leaves if scope(name) not in without}
 
 
-def as_overrides(settings: Settings, *without: Scope) -> list[str]:
-    """All settings as ``a.b=value``, but for those of the scopes ``without``."""
-    return [f"{name}={_as_yaml(value)}" for name, value in flatten(settings, *without).items()]
-
-
-def _as_yaml(value: Any) -> str:
-    """A value as YAML on one line. JSON's pairs of escapes for one character, such as an emoji in a
-    path, would be two characters there."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isprintable() else json.dumps(value)
+def with_anytime(settings: Settings, now: Settings) -> Settings:
+    """The settings, but for those that may change at any time, which are as in ``now``."""
+    tree = settings.model_dump(mode="json")
+    for name, value in flatten(now, Scope.RUN, Scope.STUDENT).items():
+        *sections, leaf = name.split(".")
+        inside = tree
+        for section in sections:
+            inside = inside[section]
+        inside[leaf] = value
+    return Settings.model_validate(tree)
 
 
 def changed(old: Settings, new: Settings, *without: Scope) -> list[str]:

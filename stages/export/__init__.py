@@ -25,7 +25,7 @@ from gaupipe.distillation.vit_teacher import (
 )
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
-from gaupipe.settings.load import parse, with_overrides
+from gaupipe.settings.load import with_anytime, with_overrides
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from stages.export.place import Place
@@ -51,13 +51,13 @@ class ExportRequest:
     overrides: Sequence[str] = ()
     """``phase_a.teacher_args...=value``, of ``teacher``."""
     download: bool = False
-    """Fetch the published weights of ``teacher``."""
+    """Fetch the published weights of the teacher."""
     augment: AugmentSettings | None = None
     """Draws the views; None is the run's ``augment``."""
     data: ImageData | None = None
     """The data set of the run, where it has been read already."""
-    anytime: Sequence[str] = ()
-    """Settings of the run as they are now, of those that may change at any time."""
+    now: Settings | None = None
+    """Says on which device, and whatever else may change at any time; None is as the run began."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -84,19 +84,19 @@ class ExportRequest:
                 )
         settings = self.directory.settings()  # a folder that is no run is left alone
         self.place.check()
-        if self.anytime:
-            tree = with_overrides(settings.model_dump(mode="json"), self.anytime)
-            settings = parse(tree, "--set")
+        if self.now is not None:
+            settings = with_anytime(settings, self.now)
+        if self.download:
+            settings = settings.model_copy(update={"download": True})
         return settings
 
     def load(self, settings: Settings) -> TeacherJob[Any]:
         """The finished teacher of the run, or the other one, on the run's data."""
         job: TeacherJob[Any]
         if self.teacher is None:
-            job = load_teacher(self.directory, self.data, download=self.download, settings=settings)
+            job = load_teacher(self.directory, self.data, now=settings)
         else:
             tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
-            settings = settings.model_copy(update={"download": self.download})
             images = self.data or self.directory.load_data(settings)
             args = tree["phase_a"]["teacher_args"]
             job = other_teacher(settings, images, self.teacher, args, self.download)
@@ -179,11 +179,11 @@ def ensure(
     export: ExportSettings | None = None,
     augment: AugmentSettings | None = None,
     data: ImageData | None = None,
-    anytime: Sequence[str] = (),
+    now: Settings | None = None,
 ) -> str:
     """The store of a run: as it is if it is complete, else written; of ``local`` none.
     ``export`` says what is stored; None leaves that to the settings, as for ``augment``;
-    ``anytime`` is as in :class:`ExportRequest`."""
+    ``now`` is as in :class:`ExportRequest`."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
     asked = {} if export is None else export.model_dump(exclude_none=True)
@@ -203,8 +203,5 @@ def ensure(
         return True
 
     if not distributed.from_main(is_there):
-        request = ExportRequest(
-            run_dir, Place(url), asked, augment=augment, data=data, anytime=anytime
-        )
-        run(request)
+        run(ExportRequest(run_dir, Place(url), asked, augment=augment, data=data, now=now))
     return url

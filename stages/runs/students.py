@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gaupipe.attention import ATTENTION
 from gaupipe.settings import Settings
-from gaupipe.settings.load import check_plain, dump
+from gaupipe.settings.load import check_plain, dump, with_anytime
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
 from stages.runs.directory import RunDirectory, check_name
@@ -64,6 +64,7 @@ def resolve(
     *,
     name: str | None = None,
     overrides: Sequence[str] = (),
+    now: Settings | None = None,
     maps_url: str | None = None,
     resume: bool = False,
     distilled: bool = True,
@@ -74,6 +75,8 @@ def resolve(
     name        of its folder; None is its attention
     overrides   settings ``a.b=c`` in which it differs from the run; only some may
                 (:class:`gaupipe.settings.sections.Scope`)
+    now         says on which device, and whatever else may change at any time; None is as the
+                student, or else the run, began
     maps_url    the attention-map store; None is the run's own
     resume      continues from the last checkpoint, or starts where there is none; without it an
                 existing student is refused
@@ -94,6 +97,8 @@ def resolve(
     if student:
         overrides = [*overrides, f"model.attention={student}"]
     settings, folder = run.with_overrides(named, distilled, overrides)
+    if now is not None:
+        settings = with_anytime(settings, now)
     attention = settings.model.attention
     if named in ATTENTION and named != attention:
         raise UserError(

@@ -19,6 +19,7 @@ from gaupipe.distillation.student import check_fit
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import VitJob
 from gaupipe.settings import Settings
+from gaupipe.settings.load import with_anytime
 from gaupipe.system.errors import UserError
 from gaupipe.vit.saving import load_folder
 from stages.runs import kept_epochs
@@ -30,16 +31,15 @@ def load_teacher(
     directory: RunDirectory,
     data: ImageData | None = None,
     *,
-    download: bool = False,
     with_images: bool = True,
-    settings: Settings | None = None,
+    now: Settings | None = None,
 ) -> TeacherJob[Any]:
-    """The finished teacher of a run, in eval mode. ``download`` fetches published weights,
-    ``with_images`` False leaves out the per-image parameters, ``settings`` are the run's, where
-    they are not those that it began with. Raises UserError if phase A has not finished."""
-    settings = settings or directory.settings()
-    if download:
-        settings = settings.model_copy(update={"download": True})
+    """The finished teacher of a run, in eval mode. ``with_images`` False leaves out the per-image
+    parameters; ``now`` says on which device, and whatever else may change at any time, where that
+    is not as the run began. Raises UserError if phase A has not finished."""
+    settings = directory.settings()
+    if now is not None:
+        settings = with_anytime(settings, now)
     data = data or directory.load_data(settings)
     if not settings.phase_a.learns_gaussians:
         return load_vit_teacher(directory, settings, data)
