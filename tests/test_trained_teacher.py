@@ -365,16 +365,21 @@ def test_a_warm_start_leaves_no_part_out_without_a_word():
     teacher = vit(fc_norm=False)
     start_from_teacher(student, "teacher", teacher.state_dict(), 2, (2, 2))
     assert torch.equal(student.fc_norm.weight, teacher.norm.weight)
-    for part, lacking in (
-        ({"init_values": 0.1}, "ls1.gamma"),
-        ({"qk_norm": True}, "attn.q_norm.weight"),
-        ({"pre_norm": True}, "norm_pre.weight"),
+    for part, without, lacking in (
+        ({"init_values": 0.1}, {}, "ls1.gamma"),
+        ({"qk_norm": True}, {}, "attn.q_norm.weight"),
+        ({"pre_norm": True}, {}, "norm_pre.weight"),
+        ({"scale_attn_norm": True}, {}, "attn.norm.weight"),
+        ({"scale_mlp_norm": True}, {}, "mlp.norm.weight"),
+        ({}, {"qkv_bias": False}, "attn.qkv.bias"),
+        ({}, {"final_norm": False}, "norm.weight"),
     ):
         weights = vit(**part).state_dict()
         with pytest.raises(UserError, match=rf"has \S*{lacking}, which the student lacks"):
-            start_from_teacher(vit(), "teacher", weights, 2, (2, 2))
+            start_from_teacher(vit(**without), "teacher", weights, 2, (2, 2))
         same = vit(**part)
         start_from_teacher(same, "teacher", weights, 2, (2, 2))
+        assert all(torch.equal(weights[name], tensor) for name, tensor in same.state_dict().items())
 
 
 def test_a_vit_with_its_norms_behind_attention_is_no_teacher_of_weights():
@@ -400,9 +405,9 @@ def test_settings_that_may_change_at_any_time_reach_every_stage(run, monkeypatch
     seen = []
     load_as_before = export.load_teacher
 
-    def loaded(*args, settings, **more):
-        seen.append(settings)
-        return load_as_before(*args, settings=settings, **more)
+    def loaded(*args, now, **more):
+        seen.append(now)
+        return load_as_before(*args, now=now, **more)
 
     monkeypatch.setattr(export, "load_teacher", loaded)
     now = ["log.every=1", "checkpoint_minutes=null", "data.cache=none"]

@@ -14,8 +14,11 @@ from gaupipe.attention.standard import in_steps
 from gaupipe.system.errors import UserError
 from gaupipe.vit.slicing import slice_weights
 
-COMPONENT = re.compile(r"(^norm_pre|\.ls[12]|\.[qk]_norm)\.")
-"""Names of parameters of LayerScale, and of norms that not every ViT has."""
+MAY_LACK = re.compile(
+    r"^(cls_token|reg_token|dist_token|head|attn_pool)|\.attn\.(prior|predictor)$"
+)
+"""Parameters of a teacher that a student may lack: of tokens that are no patches, of what
+classifies, and of Gaussians."""
 
 
 def start_from_teacher(
@@ -32,29 +35,30 @@ def start_from_teacher(
     student that these weights do not fit."""
     if how == "exact":
         hand_over(student, weights)
-        return
-    if how == "slice":
+    elif how == "slice":
         setting = "phase_b.warm_start=slice"
-        weights = slice_weights(weights, heads, grid, student, setting, spread)
-    if how == "teacher":
-        check_components(student, weights)
-    warm_start(student, weights)
+        copy(slice_weights(weights, heads, grid, student, setting, spread), student)
+    else:
+        warm_start(student, weights)
 
 
-def check_components(student: VisionTransformer, weights: dict[str, Tensor]) -> None:
-    """Raises UserError for a student that lacks LayerScale or a norm of the teacher's, without
+def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
+    """Copies all that a teacher's ViT (its state_dict) has, but for :data:`MAY_LACK`. Raises
+    UserError as :func:`copy`, and for a student that lacks a part, such as LayerScale, without
     which the other weights compute something else."""
-    present = {name for name, _ in student.named_parameters()}
-    lacking = [name for name in weights if COMPONENT.search(name) and name not in present]
+    copy(teacher, student)
+    parts = parts_in_common(student)
+    names = [name for name in with_norm_of(parts, teacher) if name not in parts]
+    lacking = [name for name in names if not MAY_LACK.search(name)]
     if lacking:
         raise UserError(
-            f"phase_b.warm_start=teacher: the teacher has {lacking[0]}, which the student lacks: "
-            "give the student the same by model.args, or take warm_start=slice or none"
+            f"phase_b.warm_start: the teacher has {lacking[0]}, which the student lacks: give the "
+            "student the same by model.args, or take warm_start=slice or none"
         )
 
 
 @torch.no_grad()
-def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
+def copy(teacher: dict[str, Tensor], student: VisionTransformer) -> None:
     """Copies the parameters that a teacher's ViT (its state_dict) and the student have in common.
     Q and K keep their start if the teacher has Gaussian attention.
 
@@ -111,6 +115,7 @@ def hand_over(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     UserError for a student that has more than its teacher and Q and K.
     """
     warm_start(student, teacher)
+    teacher = with_norm_of(parts_in_common(student), teacher)
     extra = [name for name, _ in student.named_parameters() if name not in teacher]
     block: Any  # timm says Module
     for layer, block in enumerate(student.blocks):
