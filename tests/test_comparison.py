@@ -674,6 +674,14 @@ def test_a_file_that_was_changed_makes_other_trainings(tmp_path, monkeypatch):
     last, other_teacher = folders()
     assert [old == new for old, new in zip(after, last, strict=True)] == [True, False, False]
     assert other_teacher != teacher
+    config = json.loads((folder / "config.json").read_text())
+    config["pretrained_cfg"]["std"] = [0.9]
+    del config["sha256"]
+    (folder / "config.json").write_text(json.dumps(config))
+    prepared_otherwise, _ = folders()
+    assert [old == new for old, new in zip(last, prepared_otherwise, strict=True)][1:] == [
+        False
+    ] * 2
 
 
 @pytest.mark.long

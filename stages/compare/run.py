@@ -18,11 +18,13 @@ from gaupipe.distillation.store_choice import MapShape, chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.teachers.fine_tuning import weights_sha256
+from gaupipe.teachers.pretrained import folder_of
 from gaupipe.training import loggers
 from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student, untrained_student
@@ -133,6 +135,8 @@ def sources_of(settings: Settings, plain: bool, imports: Sequence[Path]) -> dict
     sources: dict[str, str] = {}
     for name in names:
         sources |= weights_sha256(name)
+        if name.startswith(LOCAL):  # which also says how images are prepared
+            sources[f"{name}/config.json"] = digests.sha256(folder_of(name) / "config.json")
     if not {path.stem for path in imports}.isdisjoint(modules):
         sources |= digests_of(imports)
     return sources
