@@ -32,8 +32,8 @@ class ExportSettings(Section):
     """``uint8`` stores numbers in 8 bits, in the kinds ``gaussian``, ``topk`` and ``dense``. Null
     is ``uint8`` for ``topk``, and ``float16`` for the other kinds."""
     k: Annotated[int, Field(gt=0, le=255)] | None = None
-    """Number of keys that ``topk`` stores for each query. Null is a quarter of the keys, and at
-    least 8."""
+    """Number of keys that ``topk`` stores for each query. Null is a quarter of the keys, but
+    8 to 255."""
     views: Annotated[int, Field(gt=1, le=10_000)] | None = None
     """Number of augmented views of each image whose maps are stored. The views are drawn as
     the section ``augment`` says, and phase B trains on the same views. Null stores the maps of the

@@ -90,8 +90,8 @@ class ModelSettings(Section):
     ``phase_a.teacher: gaussian``, standard attention with ``phase_a.teacher: vit``."""
 
     name: ModelName = "gauvit_pico_patch2_8"
-    """Name of the ViT in timm. ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` and
-    ``gauvit_tiny_patch16_224`` are trained from the start. Any other ViT's name, such as
+    """Name of the ViT in timm. The ViTs whose names begin with ``gauvit_``, such as
+    ``gauvit_pico_patch2_8``, are trained from the start. Any other ViT's name, such as
     ``vit_tiny_patch16_224.augreg_in21k``, or ``local-dir:FOLDER`` means that the student is
     fine-tuned from these weights, with a new head."""
     args: ModelArgs = {}

@@ -48,17 +48,18 @@ class LocalSettings(Section):
     and in all blocks of the student."""
 
     std: Annotated[list[Std], Field(min_length=1)] = [0.7, 1.5, 3.0]
-    """Standard deviations in tokens, of which head i takes number i modulo their count. ``.inf``
-    makes uniform maps, a control."""
+    """Standard deviations in tokens, at most one for each head: head i takes number i modulo their
+    count. ``.inf`` makes uniform maps, a control."""
     permuted: bool = False
     """A control: each query gets the Gaussian of another place, always the same one, drawn from
     ``seed``. The maps are as sharp as before, but at wrong places."""
 
 
 class PhaseASettings(Section):
-    """Phase A: the teacher, whose attention maps the student learns from. Only ``teacher``,
-    ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and ``optim`` concern a teacher
-    that is a trained ViT, and only ``local`` one that is ``local``."""
+    """Phase A: the teacher, whose attention maps the student learns from. Not
+    every teacher reads all settings: ``vit`` reads ``teacher_args``, ``max_epochs``,
+    ``stop_accuracy``, ``augment`` and ``optim``, a ViT that was trained before ``teacher_args`` and
+    ``augment``, and ``local`` its section ``local``."""
 
     teacher: ModelName = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
