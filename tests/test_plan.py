@@ -240,18 +240,23 @@ def test_an_allocation_that_fails_is_one_line():
 
 
 def test_an_export_holds_the_maps_of_a_batch(tmp_path):
-    """Those of a trained ViT, and as many again where whole maps are stored."""
+    """Those of a trained ViT, and as many again where whole maps are stored; beside shards, whose
+    numbers take four bytes until they are codes of one."""
     config = ["phase_a.teacher=vit", "data.batch_size=50", "device=cpu", "export.layers=[0, 3]"]
     maps = 4 * 200 * 2 * 4 * 16**2  # batch of evaluation, blocks, heads, tokens
     block = 4 * 200 * 16 * 64 * resources.ACTIVATIONS
-    needs = {}
-    for kind in ("topk", "dense"):
-        planned = plan.run(load("digits_expected", [*config, f"export.kind={kind}"]), tmp_path)
+
+    def needs(kind: str, encoding: str, wider: int) -> int:
+        chosen = [f"export.kind={kind}", f"export.encoding={encoding}"]
+        planned = plan.run(load("digits_expected", [*config, *chosen]), tmp_path)
         export = planned["stages"]["export"]
         shards = min((resources.WRITERS + 2) * 32 * 10**6, 2 * export["disk_bytes"])
-        needs[kind] = export["memory_bytes"] - resources.PROCESS_BYTES - shards
-    assert needs["dense"] - needs["topk"] == maps
-    assert needs["topk"] > maps + block
+        return export["memory_bytes"] - resources.PROCESS_BYTES - wider * shards
+
+    topk = needs("topk", "float16", 1)
+    assert needs("dense", "float16", 1) - topk == maps
+    assert topk > maps + block
+    assert needs("topk", "uint8", 4) == topk
 
 
 def test_an_export_of_large_maps_takes_fewer_images_at_once(monkeypatch, tmp_path):

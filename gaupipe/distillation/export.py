@@ -146,6 +146,7 @@ def outputs(
                 arrays[name] = tensor.cpu().numpy()
             else:  # keys of 8 bytes, of shards that wait to be written, would fill the memory
                 arrays[name] = tensor.cpu().numpy().astype(schema.stored_dtype(name))
+        del attention, named  # or they would lie in memory beside those of the next batch
         yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
 
 

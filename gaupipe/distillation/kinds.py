@@ -246,7 +246,12 @@ class TopKKind(DenseKind):
 
     def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
         assert k is not None
-        keys, weights = top_k(attention.maps(), k)
+        if isinstance(attention, VitMaps):  # by block: a copy of all maps would fill the memory
+            blocks = [top_k(block, k) for block in attention.blocks]
+            keys = torch.stack([keys for keys, _ in blocks], dim=1)
+            weights = torch.stack([weights for _, weights in blocks], dim=1)
+        else:
+            keys, weights = top_k(attention.maps(), k)
         return {"keys": keys, "weights": weights}
 
     def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:

@@ -159,7 +159,9 @@ def export_memory(
     else:
         memory = PROCESS_BYTES + 4 * count_parameters(model) + bytes_of_images(data)
     shard = max(int(shard_mb * 1e6), schema.bytes_per_image)
-    memory += min((WRITERS + 2) * shard, 2 * schema.total_bytes)  # one is made, one put together
+    # of numbers that a writer still has to turn into codes; one shard is made, one put together
+    wider = 4 if schema.encoding == "uint8" else 1
+    memory += wider * min((WRITERS + 2) * shard, 2 * schema.total_bytes)
     if select_device(settings.device, settings.threads).type == "cpu":
         memory += memory_of_maps(settings, model, schema)
     return memory
