@@ -3,9 +3,12 @@ attention maps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import store
 from gaupipe.data.splits import ImageData
@@ -17,7 +20,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers.vit import spread_of
+from gaupipe.teachers.vit import VitTeacher, spread_of
 from gaupipe.training.job import Training, train
 from gaupipe.training.job import build as build_plain
 from gaupipe.training.student import build_student
@@ -72,7 +75,21 @@ def start(request: StudentRequest, data: ImageData, afresh: bool) -> Training:
         if how == "slice":
             spread = spread_of(vit.model, data, vit.takes)
         start_from_teacher(job.student, how, weights, vit.heads, vit.grid, spread)
+        return replace(job, remarks=[*job.remarks, *remarks_on_scaling(vit, data)])
     return job
+
+
+def remarks_on_scaling(teacher: Any, data: ImageData) -> list[str]:
+    """A line where a student that starts with the weights of a ``teacher`` gets images that are
+    normalised otherwise than these weights expect."""
+    if not isinstance(teacher, VitTeacher):  # which was trained on this data
+        return []
+    takes = teacher.takes
+    if np.allclose([takes.mean, takes.std], [data.mean, data.std], atol=1e-3):
+        return []
+    mean, std = ([round(value, 4) for value in values] for values in (takes.mean, takes.std))
+    wanted = f"data.scaling={{mean: {mean}, std: {std}}}"
+    return [f"the weights that it starts with expect {wanted}, and its images have another one"]
 
 
 def build(

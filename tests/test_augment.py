@@ -379,3 +379,12 @@ def test_mixed_targets_weigh_both_classes():
         expected[labels[place]] += mixed.weight[place].item()
         expected[labels[mixed.partner[place]]] += 1 - mixed.weight[place].item()
         np.testing.assert_allclose(targets[place], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [BOTH, AugmentSettings(mixup=0.8), AugmentSettings(cutmix=1)])
+def test_the_class_with_the_larger_share_of_a_mixed_image_counts_as_right(settings):
+    labels = torch.randint(3, (64,), generator=torch.Generator().manual_seed(0))
+    _, mixed = mix(torch.zeros(64, 1, 8, 8), torch.arange(64), 0, 0, settings)
+    targets = mixed_targets(nnf.one_hot(labels, 3).float(), mixed)
+    assert (targets.argmax(-1) != labels).any()
+    assert torch.equal(mixed.main_labels(labels), targets.argmax(-1))

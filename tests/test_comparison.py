@@ -46,7 +46,7 @@ from stages.compare.measures import (
     smoothed,
     spread,
 )
-from stages.compare.report import Comparison, RowResult, final_values, report
+from stages.compare.report import Comparison, RowResult, final_values, over_controls, report
 from stages.compare.rows import BASELINE, Row, default_rows, resolve, sweep_rows
 from stages.compare.run import check_folder, plan
 from stages.compare.trainings import FinishedTraining, as_teacher, digest
@@ -214,6 +214,20 @@ def test_a_row_that_failed_counts_in_every_family(tmp_path):
     assert saved is not None and saved.mean == 1 and failed.at == []
     for verdict in (failed.difference, failed.above_front, results.over_controls["uniform maps"]):
         assert verdict is not None and (verdict.mean, verdict.verdict) == (None, "not decided")
+
+
+def test_controls_are_beside_the_student_that_they_are_of():
+    """Another student's attention would be taken for what a map teaches."""
+
+    def row(name, attention, accuracy):
+        runs = [made_up([accuracy])]
+        return RowResult(name, False, attention, {}, [], final_values(runs), [], runs)
+
+    belief = row("distilled belief", "belief", 0.7)
+    belief2 = row("distilled belief2", "belief2", 0.9)
+    control = row("uniform maps", "belief", 0.6)
+    assert over_controls([belief2, belief, control]) == {"uniform maps": [pytest.approx(0.1)]}
+    assert over_controls([belief2, control]) == {}
 
 
 def test_a_front_is_the_best_accuracy_for_as_much():

@@ -128,6 +128,29 @@ def test_every_stage_of_a_continued_run_has_the_threads_of_its_command(
     assert RunDirectory(tmp_path / "r").settings().threads == 1
 
 
+@pytest.mark.parametrize("start", ["slice", "teacher"])
+def test_a_student_is_told_what_images_its_weights_expect(vit, tmp_path, in_process, start):
+    """A configuration that names the teacher itself may normalise images otherwise; the option
+    --teacher does so as the teacher does."""
+    photos(tmp_path / "photos", size=(24, 24), count=14)
+    sizes = {"embed_dim": 48, "depth": 5, "num_heads": 3, "patch_size": 16, "mlp_ratio": 4}
+    tree = {
+        "data": {"name": "folder", "root": str(tmp_path / "photos"), "image_size": 48},
+        "model": {"args": sizes, "student_args": {"class_token": False}},
+        "train": {"epochs": 1},
+        "phase_a": {"teacher": vit},
+        "phase_b": {"warm_start": start, "alpha": 0, "beta": 1},
+        "baseline": {"epochs": 0},
+        "threads": 1,
+    }
+    (tmp_path / "c.yaml").write_text(str(tree))
+    for more, told in (([], True), (["--teacher", vit], False)):
+        run = tmp_path / f"run{len(more)}"
+        code, _, err = in_process("run", tmp_path / "c.yaml", *more, "--run-dir", run)
+        assert code == 0, err
+        assert ("expect data.scaling={mean: [0.2, 0.2, 0.2], std: [0.3" in err) == told
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

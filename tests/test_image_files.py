@@ -12,6 +12,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from arguments import sets
+from gaupipe.data import decoding
 from gaupipe.data import images as image_files
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
@@ -293,6 +294,16 @@ def test_16_bits_are_scaled_to_8(tmp_path):
     assert expected[0, :4, 0].tolist() == [0, 0, 1, 255] and len(np.unique(expected)) > 200
 
 
+def test_an_image_of_12_bits_is_spoken_of_once(tmp_path, capfd):
+    decoding._say_dark.cache_clear()
+    said = []
+    for top in (65535, 4095, 255):
+        Image.fromarray(np.array([[0, top]], np.uint16)).save(tmp_path / "a.png")
+        pixels(tmp_path / "a.png")
+        said.append(capfd.readouterr().err.count("almost black"))
+    assert said == [0, 1, 0]
+
+
 def test_fractions_are_scaled_and_numbers_without_a_known_range_refused(root):
     path = root / "train" / "cat" / "5.tif"
     Image.fromarray(np.array([[0, 0.5, 1]], np.float32)).save(path)
@@ -439,6 +450,7 @@ def test_torchvisions_image_folder(root):
     assert "cat/3.bmp: not readable" in refused(root, name="torch/image_folder")
     shutil.rmtree(root / "val" / "cat")
     assert "'cat' is one that only one of them has" in refused(root, name="torch/image_folder")
+    assert "would test training images" in refused(root / "train", name="torch/image_folder")
 
 
 def test_inaturalist_in_the_order_of_names(tmp_path):

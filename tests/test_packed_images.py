@@ -103,6 +103,36 @@ def test_a_tar_for_each_class(folder, tmp_path):
     assert same(load(tmp_path / "tars"), load(folder / "train"))
 
 
+def test_links_in_a_tar_are_the_images_that_they_link_to(folder, tmp_path, capsys):
+    """As a folder's are: files that are there twice, which tar packs as hard links, and links."""
+    [first, *_] = sorted((folder / "train" / "cat").iterdir())
+    (folder / "train" / "cat" / "hard.png").hardlink_to(first)
+    (folder / "train" / "dog" / "soft.png").symlink_to(f"../cat/{first.name}")
+    (folder / "train" / "dog" / "softer.png").symlink_to("soft.png")
+    packed = tmp_path / "x.tar"
+    with tarfile.open(packed, "w") as archive:
+        archive.add(folder, "photos")
+        kinds = {member.name.rpartition("/")[2]: member.type for member in archive.getmembers()}
+    assert (kinds["hard.png"], kinds["soft.png"]) in {
+        (tarfile.LNKTYPE, tarfile.SYMTYPE),
+        (tarfile.REGTYPE, tarfile.SYMTYPE),  # the link was packed first
+    }
+    assert same(load(packed), load(folder))
+    (folder / "train" / "dog" / "gone.png").symlink_to("/nowhere.png")
+    with tarfile.open(packed, "w") as archive:
+        archive.add(folder, "photos")
+    with pytest.raises(UserError, match="gone.png links to /nowhere.png, which is not in the"):
+        load(packed)
+
+
+def test_two_splits_of_one_meaning_are_refused(folder, tmp_path):
+    table = rows(folder / "train")
+    splits = datasets.DatasetDict(train=table, test=table, testing=table)
+    splits.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match="has two splits for test, testing is one of them"):
+        load(tmp_path, "hfds/saved")
+
+
 def test_labels_of_webdataset(folder, tmp_path):
     files = sorted((folder / "train").rglob("*.png"))
     classes = ["10" if file.parent.name == "cat" else "9" for file in files]

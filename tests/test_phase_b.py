@@ -282,6 +282,12 @@ def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
     assert not (run_dir / "phase_b" / "refused").exists()
 
 
+def test_maps_that_all_images_share_cannot_be_shuffled(tmp_path):
+    folder = make(tmp_path / "run", "phase_a.per_image=none", "phase_a.max_epochs=1", kind="prior")
+    with pytest.raises(UserError, match="phase_b.shuffle_maps: all images have the same maps in"):
+        phase_b.run(folder, name="x", overrides=["phase_b.shuffle_maps=true"])
+
+
 def test_maps_are_read_in_the_epochs_that_compare_them(run_dir):
     settings = RunDirectory(run_dir).settings()
     phase = {"epochs": 3, "gamma": 0.3, "gamma_schedule": "stop_after", "gamma_epochs": 1}

@@ -62,6 +62,8 @@ def test_pairs_are_tested_as_one_family_over_common_seeds(collect):
     assert second[:4] == ["slice", "local", "2", "+5.5"]
     assert first[5] == f"{2 * above_labels.p:.3f}"  # the smaller p of two
     assert second[5] == f"{max(2 * above_labels.p, above_local.p):.3f}"
+    with pytest.raises(ValueError, match="labels: two trainings with seed 0"):
+        collect.table_of_pairs([*trainings, trainings[0]], pairs)
 
 
 def test_passages_count_the_epochs_of_a_teacher(collect):

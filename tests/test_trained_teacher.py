@@ -5,6 +5,8 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +41,8 @@ from gaupipe.vit.slicing import slice_weights, spread_of_stream
 from pictures import photos
 from runs import metrics
 from stages import evaluate, export, phase_a, phase_b
+from stages.compare import costs
+from stages.compare.rows import Row
 from stages.look.image_maps import StudentMaps, images_of, photo
 from stages.publish import folder as publish
 from stages.run import run as run_all
@@ -428,6 +432,37 @@ def test_a_store_is_verified_by_the_views_that_it_says(run):
     assert against_teacher(str(run / "maps.zarr")) == []
 
 
+@pytest.mark.parametrize("predicts", [True, False])
+def test_nothing_is_learned_from_a_store_without_predictions(run, monkeypatch, predicts):
+    """Its logits are zeros, from which a loss can be computed all the same."""
+    write_store(run, {"kind": "topk"})
+    monkeypatch.setattr(StoreNotes, "has_predictions", predicts)
+    settings = ["phase_b.alpha=0", "phase_b.beta=1", "train.epochs=1"]
+    [epoch] = phase_b.run(run, name="x", overrides=settings)
+    assert (epoch["loss_soft"] is not None) == predicts and epoch["loss_feat"] is not None
+
+
+def test_costs_are_of_images_that_have_not_moved_from_stored_views(run, monkeypatch):
+    with_settings(run, "augment={crop_padding: 1, flip: true}")
+    write_store(run, {"kind": "topk", "views": 2})
+    batches = []
+
+    def counted(losses):
+        batches.append(losses.args[0])
+        return 1
+
+    monkeypatch.setattr(costs, "multiply_adds", counted)
+    training: Any = SimpleNamespace(
+        settings=RunDirectory(run).settings(),
+        row=Row(name="distilled"),
+        teacher=RunDirectory(run),
+        maps_url=str(run / "maps.zarr"),
+    )
+    epoch: Any = {"epoch": 1, "seconds": 1.0, "processor_seconds": 1.0}
+    costs.student_costs(training, [epoch])
+    assert [batch.geometry for batch in batches] == [None]
+
+
 def test_a_checkpoint_belongs_to_the_blocks_of_its_store(run):
     write_store(run, {"kind": "topk"})
     schema = store.open(run / "maps.zarr").schema
@@ -645,6 +680,8 @@ def test_a_store_may_have_some_blocks_on_the_students_grid(run, tmp_path):
         phase_a.run(settings_with("export.grid=[5, 4]"), tmp_path / "larger")
     with pytest.raises(UserError, match="export.layers: should be blocks from 0 to 1"):
         phase_a.run(settings_with("export.layers=[0, 2]"), tmp_path / "deeper")
+    with pytest.raises(UserError, match="export.layers: has a block twice"):
+        phase_a.run(settings_with("export.layers=[1, 1]"), tmp_path / "deeper")
     gaussian = settings_with("phase_a.teacher=gaussian", "export.layers=[0]")
     with pytest.raises(UserError, match="are for the maps of a trained ViT"):
         phase_a.run(gaussian, tmp_path / "gaussian")

@@ -172,13 +172,11 @@ def table_of_inference(entries: list[dict[str, Any]]) -> str:
 def table_of_losses(trainings: list[Training]) -> str:
     """Markdown table of language models, an attention each. The difference is to standard attention
     with the same seed; Holm's correction is for all rows of the table."""
-    attentions: dict[str, list[Training]] = {}
-    for training in sorted(trainings, key=lambda training: training["seed"]):
-        attentions.setdefault(training["name"], []).append(training)
+    attentions = by_row_and_seed(trainings)
     standard = attentions["standard"]
     verdicts = differences(
         {
-            name: [run["val"] - other["val"] for run, other in zip(runs, standard, strict=True)]
+            name: [runs[seed]["val"] - standard[seed]["val"] for seed in sorted(standard)]
             for name, runs in attentions.items()
             if name != "standard"
         }
@@ -188,7 +186,8 @@ def table_of_losses(trainings: list[Training]) -> str:
         "| 95 % interval | Holm's p | step, ms | ratio | memory, MB |",
         "|---" * 10 + "|",
     ]
-    for name, runs in attentions.items():
+    for name, by_seed in attentions.items():
+        runs = [*by_seed.values()]
         milliseconds = mean_milliseconds(runs)
         cells = [
             name,
@@ -197,11 +196,23 @@ def table_of_losses(trainings: list[Training]) -> str:
             mean_and_std([run["val"] for run in runs], 3),
             *difference_cells(verdicts.get(name), 3),
             f"{milliseconds:.1f}",
-            f"{milliseconds / mean_milliseconds(standard):.2f}",
+            f"{milliseconds / mean_milliseconds([*standard.values()]):.2f}",
             f"{runs[0]['step_bytes'] / 1e6:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def by_row_and_seed(trainings: list[Training]) -> dict[str, dict[int, Training]]:
+    """{row: {seed: training}}, seeds in order. Raises ValueError for two trainings of one row with
+    one seed, of which a table would show the last."""
+    rows: dict[str, dict[int, Training]] = {}
+    for training in sorted(trainings, key=lambda training: training["seed"]):
+        of_row = rows.setdefault(training["name"], {})
+        if training["seed"] in of_row:
+            raise ValueError(f"{training['name']}: two trainings with seed {training['seed']}")
+        of_row[training["seed"]] = training
+    return rows
 
 
 def mean_milliseconds(runs: list[Training]) -> float:
@@ -211,14 +222,14 @@ def mean_milliseconds(runs: list[Training]) -> float:
 def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> str:
     """Markdown table of the differences of test accuracy of pairs of rows, over the seeds that
     both have; Holm's correction is for all of them."""
-    tests: dict[str, dict[int, float]] = {}
-    for training in trainings:
-        if "test" in training:
-            tests.setdefault(training["name"], {})[training["seed"]] = 100 * training["test"]
+    tests = by_row_and_seed([training for training in trainings if "test" in training])
     points = {}
     for name, other in pairs:
-        seeds = sorted(tests[name].keys() & tests[other].keys())
-        points[name, other] = [tests[name][seed] - tests[other][seed] for seed in seeds]
+        mine, others = tests[name], tests[other]
+        points[name, other] = [
+            100 * (mine[seed]["test"] - others[seed]["test"])
+            for seed in sorted(mine.keys() & others.keys())
+        ]
     lines = ["| row | minus | seeds | points of test accuracy | 95 % interval | Holm's p | |"]
     lines.append("|---" * 7 + "|")
     for (name, other), verdict in differences(points).items():
@@ -230,10 +241,13 @@ def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> s
 def table_of_passages(trainings: list[Training], baseline: str) -> str:
     """Markdown table of first passages: each row beside the baseline's trainings with the same
     seeds. Holm's correction is for the epochs saved of all rows."""
-    groups: dict[str, dict[int, Any]] = {}
-    for training in sorted(trainings, key=lambda training: training["seed"]):
-        run = SimpleNamespace(val_acc=training["curve"], phase_a_epochs=training["teacher_epochs"])
-        groups.setdefault(training["name"], {})[training["seed"]] = run
+    groups = {
+        name: {
+            seed: SimpleNamespace(val_acc=run["curve"], phase_a_epochs=run["teacher_epochs"])
+            for seed, run in runs.items()
+        }
+        for name, runs in by_row_and_seed(trainings).items()
+    }
     reference = groups[baseline]
     seeds = {name: sorted(runs.keys() & reference.keys()) for name, runs in groups.items()}
 

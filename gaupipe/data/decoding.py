@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -17,6 +18,9 @@ from gaupipe.system.errors import UserError
 
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
 """Pillow's formats whose signatures are strong: no damaged file passes for one of them."""
+
+DARK = 4096
+"""An image of 16 bits without a higher value may have white at 12 bits, or at 8."""
 
 warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd metadata, which nobody reads here
 
@@ -70,7 +74,19 @@ def _eight_bits(values: np.ndarray) -> np.ndarray:
             f"its values go from {values.min()} to {values.max()}; "
             f"0 to {top} can be scaled to 8 bits"
         )
+    if top > 1 and 0 < values.max() < DARK:
+        _say_dark()
     return np.rint(values * (255 / top)).astype(np.uint8)
+
+
+@functools.cache
+def _say_dark() -> None:
+    """Says once, in each process that reads images, what the white of an image may be."""
+    print(
+        f"gaupipe: an image of 16 bits has no value above {DARK} of 65535, so it is almost black: "
+        "if its white is less than 65535, scale such images to 8 bits first",
+        file=sys.stderr,
+    )
 
 
 @contextlib.contextmanager

@@ -62,6 +62,10 @@ def row_sources(settings: DataSettings, download: bool) -> dict[str, FileImages]
         if split is None:
             say_once(f"{settings.name}: left out {name}, which is neither train, val nor test")
             continue
+        if split in splits:
+            raise UserError(
+                f"{settings.name}: has two splits for {split}, {name} is one of them: keep one"
+            )
         images = _images_of(f"{settings.name}/{name}", table)
         if images is not None:
             splits[split] = images

@@ -44,6 +44,11 @@ class Mix:
         covered = covered_y.unsqueeze(-1) * covered_x.unsqueeze(-2)  # [B, h, w]
         return (self.blend[:, None] * (1 - covered.flatten(1))).float()
 
+    def main_labels(self, labels: Tensor) -> Tensor:
+        """For each image the label of the one that has the larger share of it, int64 [B]."""
+        partners = labels[self.partner.to(labels.device)]
+        return torch.where(self.weight.to(labels.device) < 0.5, partners, labels)
+
     def blended(self, values: Tensor, share: Tensor) -> Tensor:
         """share * an image's own values + (1 - share) * its partner's."""
         return torch.lerp(values[self.partner.to(values.device)], values, share.to(values))

@@ -192,6 +192,12 @@ def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Sourc
         )
     train = _timm_data_set(settings, download, "train")
     test = _timm_data_set(settings, download, "validation", "test")
+    is_folder = settings.name in ("torch/image_folder", "torch/folder")
+    if is_folder and test is not None and train.root == test.root:
+        raise UserError(
+            f"data.name: {settings.name} finds no folders of splits in {train.root} and would test "
+            "training images: take data.name=folder"
+        )
     classes = getattr(train, "class_to_idx", {})
     test_classes = getattr(test, "class_to_idx", {})
     if classes != test_classes:  # a label would mean another class

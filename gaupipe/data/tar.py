@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import posixpath
 import re
 import sys
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,9 @@ from gaupipe.data.folder import folders_in, say_once, split_of
 from gaupipe.data.images import stamp_of
 from gaupipe.data.packed import Images, number_first
 from gaupipe.system.errors import UserError
+
+MOST_LINKS = 40
+"""Links to links that are followed, as Linux does."""
 
 
 class Member(NamedTuple):
@@ -137,7 +141,7 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
     path = archive.path
     images: list[tuple[str, int, int]] = []
     labels: dict[str, str] = {}
-    for name, offset, size in _files_in(path):
+    for name, offset, size in _with_links(_files_in(path), path):
         if name.endswith(".cls"):
             labels[_key(name)] = read_part(path, offset, size).decode(errors="replace").strip()
         elif is_image(name):
@@ -156,16 +160,54 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
         yield Member(f"{folder}{name}", label, number, offset, size)
 
 
-def _files_in(archive: Path) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, bytes) of the files in an archive, without hidden ones. Raises UserError for
-    an archive that ends early or is compressed."""
+def _with_links(
+    files: Iterable[tuple[str, int, int, str]], archive: Path
+) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, bytes) of all files, of links those of what they link to. Raises UserError for
+    a link to an image that is not in the archive."""
+    links: dict[str, str] = {}
+    places: dict[str, tuple[int, int]] = {}
+    for name, offset, size, target in files:
+        if target:
+            links[name] = target
+            continue
+        if name.endswith(".cls") or is_image(name):
+            places[name] = offset, size
+        yield name, offset, size
+    left_out = 0
+    for name, target in links.items():
+        if not (name.endswith(".cls") or is_image(name)):
+            left_out += 1
+            continue
+        for _ in range(MOST_LINKS):
+            target = links.get(target, target)
+        if target not in places:
+            raise UserError(
+                f"{archive}: {name} links to {target}, which is not in the archive: pack what is "
+                "linked to, by 'tar --dereference'"
+            )
+        yield name, *places[target]
+    if left_out:
+        say_once(f"{archive}: left out {left_out} links to folders or to what is no image")
+
+
+def _files_in(archive: Path) -> Iterator[tuple[str, int, int, str]]:
+    """(name, offset, bytes, what it links to or "") of the files in an archive, without hidden
+    ones. Raises UserError for an archive that ends early or is compressed."""
     try:
         with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             while member := tar.next():
                 tar.members.clear()  # type: ignore[attr-defined]  # it would hold a million
                 parts = [part for part in member.name.split("/") if part not in ("", ".")]
-                if member.isreg() and not any(part.startswith(".") for part in parts):
-                    yield "/".join(parts), member.offset_data, member.size
+                if any(part.startswith(".") for part in parts):
+                    continue
+                name = "/".join(parts)
+                if member.isreg():
+                    yield name, member.offset_data, member.size, ""
+                elif member.islnk() or member.issym():
+                    beside = posixpath.dirname(name) if member.issym() else ""
+                    target = posixpath.normpath(posixpath.join(beside, member.linkname))
+                    yield name, 0, 0, target
             file.seek(tar.offset)
             end = file.read(tarfile.RECORDSIZE)
     except tarfile.TarError as error:

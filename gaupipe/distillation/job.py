@@ -47,11 +47,13 @@ class StudentLosses(LabelLosses):
         student: VisionTransformer,
         settings: Settings,
         teacher_maps: Callable[[Batch], TeacherMaps],
+        teacher_predicts: bool = True,
     ) -> None:
         compile = settings.compile
         super().__init__(student, settings.student_training, compile)
         self.phase = phase = settings.phase_b
         self.teacher_maps = teacher_maps
+        self.teacher_predicts = teacher_predicts
         if phase.gamma:
             with_loss = FeatureLoss(student, phase.temperature, phase.direction, compile)
             self.forward_with_loss = torch.compile(with_loss) if compile else with_loss
@@ -69,7 +71,7 @@ class StudentLosses(LabelLosses):
         logits = logits.float()
         losses = self.label_losses(logits, batch)
         loss = (self.phase.beta + self.phase.alpha - alpha) * losses.loss_hard
-        if batch.stored is not None:
+        if batch.stored is not None and self.teacher_predicts:
             teacher = torch.from_numpy(batch.stored["logits"]).to(logits.device)
             targets = mixed_targets(teacher.float().softmax(-1), batch.mixed)  # [B, C]
             loss_soft = soft_loss(logits, targets)
@@ -115,7 +117,12 @@ def build(
     check_fit(student, maps.schema, phase, maps.url)
     check_targets(maps.schema, settings, data.image_size, maps.url)
     epochs = plan_epochs(settings, maps)
-    losses = StudentLosses(student, settings, MapReader(maps, student, phase, device))
+    if phase.shuffle_maps and maps.schema.kind == "prior":
+        raise UserError(
+            f"phase_b.shuffle_maps: all images have the same maps in {maps.url}: leave it out"
+        )
+    predicts = StoreNotes.of(maps.schema).has_predictions
+    losses = StudentLosses(student, settings, MapReader(maps, student, phase, device), predicts)
     remarks = remarks_on_patches(train, epochs) + remarks_on_maps(settings, maps.schema, student)
     job = student_training(settings, data, device, student, train, losses, epochs, remarks)
     return replace(

@@ -147,7 +147,10 @@ def check_export(
         raise UserError(
             "export.grid and export.layers are for the maps of a trained ViT: leave them out"
         )
-    if max(export.layers or [0]) >= layers:
+    blocks = export.layers or []
+    if len({*blocks}) < len(blocks):
+        raise UserError(f"export.layers: has a block twice: {blocks}")
+    if max(blocks, default=0) >= layers:
         raise UserError(
             f"export.layers: should be blocks from 0 to {layers - 1} of the teacher, got "
             f"{export.layers}"

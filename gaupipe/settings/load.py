@@ -265,6 +265,17 @@ def set_value(tree: Tree, key: str, value: Any, where: str) -> None:
     tree[leaf] = value
 
 
+def check_distilled(names: Iterable[str], where: str = "--set") -> None:
+    """Raises UserError for a name "baseline.b": a student with a teacher does not read it."""
+    for name in names:
+        section, _, field = name.partition(".")
+        if section == "baseline":
+            raise UserError(
+                f"{where} {name}: baseline is for the plain ViT, and this one has a teacher: set "
+                f"train.{field}, or phase_b.{field}"
+            )
+
+
 def check_plain(names: Iterable[str], where: str = "--set") -> None:
     """Raises UserError for a name "phase_b.b" by which a training without a teacher would have to
     be told how to train: it does not read ``phase_b``."""

@@ -91,7 +91,10 @@ class LabelLosses(nn.Module):
     def label_losses(self, logits: Tensor, batch: Batch) -> StepLosses:
         """Losses of logits [B, C] float32."""
         loss = hard_loss(logits, batch.labels, self.label_smoothing, batch.mixed)
-        return StepLosses(loss, loss, acc=(logits.argmax(-1) == batch.labels).float().mean())
+        labels = batch.labels
+        if batch.mixed is not None:
+            labels = batch.mixed.main_labels(labels)
+        return StepLosses(loss, loss, acc=(logits.argmax(-1) == labels).float().mean())
 
 
 @dataclass(frozen=True)

@@ -91,5 +91,10 @@ def _checked_args(optim: OptimSettings) -> dict[str, Any]:
     if not (isinstance(betas, list | tuple) and betas and all(map(_is_number, betas))):
         raise ValueError(f"betas: {betas!r} should be a list of numbers such as [0.9, 0.999]")
     usual = {"betas": (0.9, 0.999)} if info.has_betas and info.num_betas == 2 else {}
-    left_to_adamw = [*GAUSSIANS, *optim.args.get("fallback_list", [])]
+    fallback = optim.args.get("fallback_list", [])
+    if not (isinstance(fallback, list | tuple) and all(isinstance(name, str) for name in fallback)):
+        raise ValueError(
+            f"fallback_list: {fallback!r} should be a list of names such as ['head.*']"
+        )
+    left_to_adamw = [*GAUSSIANS, *fallback]
     return usual | optim.args | {"fallback_list": left_to_adamw}

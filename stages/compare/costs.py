@@ -71,7 +71,8 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
     buckets = settings.data.num_buckets
     batches = Batches(data.train, data, job.device, settings.data.batch_size, 0, buckets)
     augment = Augment(settings.augment, settings.seed)
-    batch = next(batches.epoch(0, augment, job.epochs[0].maps))
+    first = job.epochs[0]
+    batch = next(batches.epoch(0, augment, first.maps, first.view))
     losses = job.losses.train()
     forward_costs: dict[tuple[float, float], float] = {}  # multiply-adds for one image
     forward_cost = 0.0

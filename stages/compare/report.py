@@ -137,7 +137,7 @@ def report(
         for row in rows
     ]
     seeds = [training.settings.seed for training in trainings[0]]
-    return Comparison(data, seeds, BASELINE, compared, differences(_over_controls(rows)))
+    return Comparison(data, seeds, BASELINE, compared, differences(over_controls(rows)))
 
 
 def _passages(
@@ -189,18 +189,17 @@ def final_values(runs: Sequence[FinishedTraining]) -> Final:
     )
 
 
-def _over_controls(rows: Sequence[RowResult]) -> Family:
-    """For each control, seed by seed, the final accuracy of the first student minus the
-    control's."""
-    student = next((row for row in rows if row.row.startswith(DISTILLED)), None)
-    if student is None:
-        return {}
+def over_controls(rows: Sequence[RowResult]) -> Family:
+    """For each control, seed by seed, the final accuracy of the student with the same attention
+    minus the control's. Where ``--row`` left that student out there is no difference."""
     by_name = {row.row: row for row in rows}
-    return {
-        control: _seed_by_seed(student, by_name[control])
-        for control in CONTROLS
-        if control in by_name
-    }
+    differences_of: Family = {}
+    for control in (by_name[name] for name in CONTROLS if name in by_name):
+        for row in rows:
+            if row.row.startswith(DISTILLED) and row.attention == control.attention:
+                differences_of[control.row] = _seed_by_seed(row, control)
+                break
+    return differences_of
 
 
 def _seed_by_seed(row: RowResult, other: RowResult) -> list[float | None]:

@@ -19,7 +19,7 @@ from gaupipe.settings import (
     PhaseBSettings,
     Settings,
 )
-from gaupipe.settings.load import ByName, check_plain, parse, set_value
+from gaupipe.settings.load import ByName, check_distilled, check_plain, parse, set_value
 from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
 
@@ -129,6 +129,7 @@ def _parse(entry: dict[str, Any], where: str, by_name: dict[str, Row], distilled
         raise UserError(f"{where}: {name}: seed: every row is run with each of --seeds")
     parent = by_name[like] if like else Row(name="")
     fields.setdefault("plain", parent.plain)
+    _check_is_read(changes, bool(fields["plain"]), f"{where}: {name}:")
     settings = {key: value for key, value in parent.settings.items() if key not in changes}
     try:
         row = Row(**fields, settings=settings | changes)
@@ -137,6 +138,18 @@ def _parse(entry: dict[str, Any], where: str, by_name: dict[str, Row], distilled
     if row.name in by_name:
         raise UserError(f"{where}: two rows are called {name!r}: give one another name")
     return row
+
+
+def _check_is_read(changes: ByName, plain: bool, where: str) -> None:
+    """Raises UserError for a change that leaves a row as it was, because its training does not read
+    such settings."""
+    if not plain:
+        check_distilled(changes, where)
+        return
+    check_plain(changes, where)
+    for name in changes:
+        if name.startswith(("phase_a.", "export.", "phase_b.")):
+            raise UserError(f"{where} {name}: a plain row has no teacher: leave it out")
 
 
 def select_rows(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:

@@ -55,7 +55,7 @@ def choose_start(choices: Choices, teacher: TeacherSizes | None) -> None:
         choices.choose("phase_b.warm_start", "none", str(error))
         return
     reason = "it begins with a part of the teacher's weights, which needs no training"
-    if choices.choose("phase_b.warm_start", "slice", reason) == "slice":
+    if choices.choose("phase_b.warm_start", "slice", reason) != "none":
         for key, values in teacher.scaling.items():
             choices.choose(f"data.scaling.{key}", values)
 
