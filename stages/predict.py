@@ -23,6 +23,7 @@ from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
 from gaupipe.system.terminal import aligned
 from gaupipe.teachers.pretrained import load_model
+from gaupipe.vit.heads import classifies
 from gaupipe.vit.saving import class_names
 
 Classes = tuple[tuple[str, float], ...]
@@ -68,7 +69,7 @@ def run(
     device = select_device("auto")
     model = load_model(source, download).to(device)
     count = getattr(model, "num_classes", 0)
-    if not count:
+    if not classifies(model):
         raise UserError(f"{source}: predicts no classes: take a model with a head")
     names = class_names(model, count)
     read_input = reader(resolve_model_data_config(model))

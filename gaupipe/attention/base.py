@@ -111,8 +111,8 @@ class StudentAttention(Attention):
 
     @torch.no_grad()
     def take_over(self, old: Attention) -> None:
-        """Starts from a trained attention: shares every module with ``old`` but the output matrices
-        that change. ``old`` does not change."""
+        """Starts from a trained attention: shares every module and parameter with ``old`` but the
+        output matrices that change. ``old`` does not change."""
         matrices = {"MH": old.proj.weight}
         if isinstance(old, StudentAttention):
             matrices = old.matrices()
@@ -124,6 +124,10 @@ class StudentAttention(Attention):
                 module = copy.deepcopy(module)  # its weight changes, and old must not
             if name in self._modules or name == "gate":  # which timm leaves None without one
                 setattr(self, name, module)
+        for name, parameter in old.named_parameters(recurse=False):
+            mine = self._parameters.get(name)
+            if mine is not None and mine.shape == parameter.shape:
+                setattr(self, name, parameter)
         for name, weight in start.items():
             present = getattr(self, name).weight
             if present is not weight:

@@ -25,6 +25,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import load_model
 from gaupipe.teachers.vit import SETTING, VitTeacher
+from gaupipe.vit.heads import names_of_tokens
 from gaupipe.vit.saving import class_names
 
 MOST_PATCHES = 20
@@ -49,7 +50,9 @@ class FilesJob(TeacherJob[VitTeacher]):
         return None
 
     def notes(self) -> StoreNotes:
-        return replace(self.images, teacher=self.teacher.name, predicts=self.teacher.predicts)
+        tokens = names_of_tokens(self.teacher.model)
+        predicts = self.teacher.predicts
+        return replace(self.images, teacher=self.teacher.name, predicts=predicts, tokens=tokens)
 
 
 def images_of(

@@ -61,6 +61,9 @@ class StoreNotes:
     """Keywords that a trained ViT was built with."""
     views: Drawing | None = None
     """The drawing of the views that the maps are of; None for maps of the images themselves."""
+    tokens: list[str] | None = None
+    """Names of the class and register tokens that come before the patches, where they are stored
+    too."""
     layers: list[int] | None = None
     """The teacher's blocks that are stored, where not all are."""
     precision: str | None = None

@@ -53,11 +53,12 @@ def embed(model: VisionTransformer, images: Tensor) -> Tensor:
 def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor, list[Tensor]]:
     """(logits [B, classes], log_maps): the attention maps that the logits were computed with, a
     list over blocks of log-probabilities [B, H, T, T], float32."""
-    log_maps: list[Tensor] = []
+    log_maps: dict[int, Tensor] = {}
 
     def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
         update, log_map = in_steps(attention).forward_with_map(tokens)
-        log_maps.append(log_map)
+        log_maps.setdefault(layer, log_map)  # gradient checkpointing computes it once more
         return update
 
-    return run_blocks(model, images, attend), log_maps
+    logits = run_blocks(model, images, attend)
+    return logits, list(log_maps.values())

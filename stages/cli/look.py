@@ -207,9 +207,14 @@ def view(
 
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
-    if not names_model(model, files, image_size):
-        if random_weights:
-            raise UserError("--random-weights: belongs to --model NAME")
+    if names_model(model, files, image_size):
+        others = {"STORE": maps, "--run-dir": run_dir, "--student": students, "--split": split}
+        for name in (name for name, value in others.items() if value):
+            raise UserError(f"{name}: belongs to a store or a run: leave it out with --model")
+    else:
+        for name, value in {"--random-weights": random_weights, "--download": download}.items():
+            if value:
+                raise UserError(f"{name}: belongs to --model NAME")
         run_dir = find_run(run_dir) if maps is None else run_dir
     if maps is not None:
         check_maps(maps)

@@ -33,6 +33,7 @@ from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.vit.attention_maps import use_fused_attention
 from gaupipe.vit.capture import Traced, trace
+from gaupipe.vit.heads import classifies, names_of_tokens
 from stages.runs.directory import RunDirectory
 from stages.runs.students import recorded_store
 from stages.runs.trained import load_student, open_maps
@@ -61,7 +62,7 @@ class ImageMaps:
     map         the map [H, P + T, P + T] float32 of a block; rows are probabilities over keys
     label       None for an image without one
     logits      [C]; None of a model without classes
-    prefix      P
+    extra       names of the P class and register tokens
     gaussians   [L, H, T, 4] where the maps are those of Gaussians
     values      [L, H, P + T]: the lengths of the tokens' values, where the model tells them
     teacher     for each block the stored map [H, T, T] that a student's is compared with, without
@@ -74,19 +75,12 @@ class ImageMaps:
     map: Callable[[int], Tensor]
     label: int | None
     logits: Tensor | None
-    prefix: int = 0
+    extra: Sequence[str] = ()
     gaussians: Tensor | None = None
     values: Tensor | None = None
     teacher: Sequence[Tensor | None] = ()
     no_teacher: str | None = None
     by: str = "teacher"
-
-    @property
-    def extra(self) -> list[str]:
-        """Names of the class and register tokens, the class token first."""
-        if not self.prefix:
-            return []
-        return ["class", *(f"register {number}" for number in range(1, self.prefix))]
 
     def prediction(self, most: int = 1) -> Prediction:
         """The predicted class, and the ``most`` likely ones."""
@@ -107,8 +101,10 @@ class StoredMaps:
         self.images = schema.images
         self.layers = schema.layers
         self.grid = schema.grid
-        self.prefix = schema.prefix_tokens
         self.notes = StoreNotes.of(schema)
+        self.extra = self.notes.tokens or [f"token {i}" for i in range(schema.prefix_tokens)]
+        self.blocks = self.notes.layers or list(range(schema.layers))
+        """The numbers of the blocks in the teacher."""
         self.labelled = self.notes.files is None
         self.explains = False
         self._decode = MAP_KINDS[schema.kind].reader(maps, CPU)
@@ -131,7 +127,7 @@ class StoredMaps:
             map=lambda layer: attention.rows(layer)[0],
             label=None,
             logits=None,
-            prefix=self.prefix,
+            extra=self.extra,
         )
         if isinstance(attention, StoredGaussians):
             seen.gaussians = attention.gaussians[0]
@@ -201,9 +197,10 @@ class LiveMaps:
         self.data = data
         self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
         self.layers = len(model.blocks)
-        self.prefix: int = getattr(model, "num_prefix_tokens", 0)
+        self.blocks = list(range(self.layers))
+        self.extra = names_of_tokens(model)
         self.labelled = not isinstance(data.train.source, PreparedImages)
-        self.explains = bool(model.num_classes)
+        self.explains = classifies(model)
         """Whether there is a :meth:`relevance`."""
         self._latest: tuple[object, Batch, Traced] | None = None
 
@@ -227,8 +224,8 @@ class LiveMaps:
             grid=self.grid,
             map=maps.__getitem__,
             label=int(batch.labels[0]) if self.labelled else None,
-            logits=traced.logits[0].detach() if self.model.num_classes else None,
-            prefix=self.prefix,
+            logits=traced.logits[0].detach() if classifies(self.model) else None,
+            extra=self.extra,
             by=self.name,
         )
         if [value.shape for value in values] == [block.shape[:2] for block in maps]:
@@ -314,15 +311,31 @@ class StudentMaps(LiveMaps):
         seen = super().see(image, views, view, split)
         seen.no_teacher = self.no_teacher(views, split)
         if seen.no_teacher is None:  # whose maps are from patches to patches
+            prefix = len(self.extra)
             whole = [seen.map(layer)[None] for layer in range(self.layers)]
-            maps = [without_prefix(block, seen.prefix)[0][0] for block in whole]
+            maps = [without_prefix(block, prefix)[0][0] for block in whole]
             seen.map = maps.__getitem__
             batch, _ = self.traced(image, views, view, split)
             seen.teacher = self._teacher(batch, image, view, maps)
             if seen.values is not None:
-                seen.values = seen.values[..., seen.prefix :]
-            seen.prefix = 0
+                seen.values = seen.values[..., prefix:]
+            seen.extra = ()
         return seen
+
+    def relevance(
+        self,
+        target: int | None,
+        image: int,
+        views: Drawing | None = None,
+        view: int = 0,
+        split: str = "train",
+    ) -> tuple[int, Tensor]:
+        """As :meth:`LiveMaps.relevance`; from patches to patches where :meth:`see` gives such."""
+        target, rollout = super().relevance(target, image, views, view, split)
+        if self.no_teacher(views, split) is None:
+            prefix = len(self.extra)
+            rollout = rollout[:, prefix:, prefix:]
+        return target, rollout
 
     def no_teacher(self, views: Drawing | None, split: str = "train") -> str | None:
         """Why the stored maps are not those of what the student sees; None where they are."""
@@ -355,8 +368,9 @@ class StudentMaps(LiveMaps):
                 compared.append(None)
                 continue
             teacher = stored.map(layer)[0].expand_as(block)
-            hidden = block == 0
-            if hidden.any():
+            hide = getattr(self.model.blocks[layer].attn, "hidden_keys", None)
+            hidden = hide(block.shape[-1], CPU) if hide is not None else None
+            if hidden is not None:  # a weight may also be 0 because it is too small
                 teacher = without_keys(teacher, hidden)
             compared.append(teacher)
         return compared

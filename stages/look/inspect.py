@@ -63,7 +63,8 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
         "bytes_per_image": round(size / schema.images, 1),
         "teacher_sha256": schema.teacher_sha256,
         "parametrisation": schema.parametrisation,
-        **schema.extra,
+        **{name: value for name, value in schema.extra.items() if name != "layers"},
+        "blocks": StoreNotes.of(schema).layers or list(range(schema.layers)),
     }
 
 
@@ -80,6 +81,9 @@ class ImageMap:
     by: str
     """Whose map this is."""
     layer: int
+    """Its place among the stored blocks."""
+    block: int
+    """The number of the block in its model, of which a store may hold some."""
     head: int | str
     """A number or ``mean``."""
     query: int | str
@@ -149,6 +153,7 @@ def attention(
     _check("--view", view, views, where)
 
     shown = chosen_map(image, maps.see(image, drawing, view), layer, head, query)
+    shown = replace(shown, block=maps.blocks[layer])
     taken = None
     try:
         data = maps.data
@@ -200,6 +205,7 @@ def chosen_map(image: int, seen: ImageMaps, layer: int, head: str, query: str | 
         probability=prediction.probability,
         by=seen.by,
         layer=layer,
+        block=layer,
         head=int(head) if head.isdecimal() else head,
         query=int(query) if query.isdecimal() else query,
         grid=list(seen.grid),
@@ -262,7 +268,7 @@ def title(shown: ImageMap) -> str:
         line += f", label {shown.label}"
     if shown.predicted is not None:
         line += f", {model_name(shown)} says {shown.predicted} with {shown.probability:.2f}"
-    return f"{line}: layer {shown.layer}, head {shown.head}, query {shown.query}"
+    return f"{line}: block {shown.block}, head {shown.head}, query {shown.query}"
 
 
 def model_name(shown: ImageMap) -> str:

@@ -33,6 +33,7 @@ def text(schema: store.Schema, license: str | None = None) -> str:
         license=license,
         teacher=TEACHERS.get(teacher, code(teacher)),
         predicts=notes.has_predictions,
+        blocks=notes.layers,
         image_size=images.get("image_size"),
         arrays=schema.arrays(),
         stored_dtypes={name: schema.stored_dtype(name) for name in schema.arrays()},

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import store
+from gaupipe.distillation.notes import StoreNotes
 from gaupipe.system.errors import UserError
 
 ORDERS = ("id", "wrong", "sure", "unsure")
@@ -67,6 +68,8 @@ class Gallery:
     labels  [N], where they are known before
     labelled
             False for images without labels
+    predicts
+            False for logits that predict nothing
     """
 
     def __init__(
@@ -76,12 +79,14 @@ class Gallery:
         parts: Callable[[], Iterator[tuple[Tensor, Tensor]]],
         labels: np.ndarray | None = None,
         labelled: bool = True,
+        predicts: bool = True,
     ) -> None:
         self.images = images
         self.classes = classes
         self.parts = parts
         self.labels = labels
         self.labelled = labelled
+        self.predicts = predicts
         self.done = 0
         self.error = ""
         self.predicted: np.ndarray | None = None  # [N], with their probabilities
@@ -132,7 +137,7 @@ class Gallery:
         label = predicted = probability = None
         if self.labels is not None:
             label = int(self.labels[image])
-        if self.predicted is not None:
+        if self.predicted is not None and self.predicts:
             predicted = int(self.predicted[image])
             probability = round(float(self.probability[image]), 6)
         return Item(image, label, predicted, probability)
@@ -144,7 +149,7 @@ class Gallery:
             if self.labels is None:
                 return None
             ids = np.flatnonzero(self.labels == label)
-        if order == "id":
+        if order == "id" or not self.predicts:
             return ids
 
         if self.predicted is None:
@@ -172,4 +177,5 @@ def stored_gallery(maps: store.Store, labelled: bool = True) -> Gallery:
         with ThreadPoolExecutor(READERS) as pool:
             yield from pool.map(read, maps.shards)
 
-    return Gallery(schema.images, schema.num_classes, parts, labelled=labelled)
+    predicts = StoreNotes.of(schema).has_predictions
+    return Gallery(schema.images, schema.num_classes, parts, labelled=labelled, predicts=predicts)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 
 HEIGHT = 900
@@ -93,5 +93,5 @@ def as_files(images: Any, folder: Path) -> list[Path]:
         if isinstance(image, np.ndarray):
             image = Image.fromarray(image)
         paths.append(folder / f"image {number}.png")
-        image.save(paths[-1])
+        ImageOps.exif_transpose(image).save(paths[-1])
     return paths

@@ -24,6 +24,7 @@ from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData, utf8
 from gaupipe.distillation.notes import Drawing
 from gaupipe.system.errors import UserError
+from gaupipe.vit.heads import reads_class_token
 from stages.look.colours import colours
 from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
 from stages.look.measures import divergence, numbers, with_mean_and_rollout
@@ -137,14 +138,15 @@ class Viewer:
     def start_state(self) -> Start:
         """What the page opens with: the last block; the rollout weighted by the gradient of the
         predicted class where a model has classes, else the mean over heads; for the class token
-        where there is one.
+        where the model's head reads it, else for all patches.
 
         Looked at in 30 photos of clothes and of scikit-learn with DeiT-Ti: the gradient showed the
         object most often, where the mean of the last block shows a few patches of background."""
         shown = self.shown()
         height, width = shown.grid
         query: str | int = height // 2 * width + width // 2
-        if shown.prefix:
+        reads_others = isinstance(shown, LiveMaps) and not reads_class_token(shown.model)
+        if "class" in shown.extra and not reads_others:
             query = "x0"
         elif shown.explains:
             query = "mean"
@@ -261,6 +263,7 @@ class Viewer:
             "grid": seen.grid,
             "extra": seen.extra,
             "layers": shown.layers,
+            "blocks": shown.blocks,
             "heads": heads,
             "numbers": known,
             "compared": compared,

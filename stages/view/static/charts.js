@@ -15,13 +15,14 @@ function ticks(most) {
 }
 
 /** One chart: dots at shares of its width and height, each a button that chooses its head. */
-function chart({ name, title, unit, meaning }, { layers, heads }, value, idle) {
+function chart({ name, title, unit, meaning }, maps, value, idle) {
+  const { layers, heads } = maps;
   const places = Array.from({ length: layers * heads }, (_, i) => [Math.floor(i / heads), i % heads]);
   const known = places.filter((place) => value(...place) !== null);
   if (!known.length) return [];
   const most = Math.max(...known.map((place) => value(...place)), 1e-9);
   const dots = known.map(([layer, head]) => {
-    const text = `${called(layer, head)}: ${value(layer, head).toFixed(3)}`;
+    const text = `${called(maps, layer, head)}: ${value(layer, head).toFixed(3)}`;
     const data = { layer, head };
     const dot = make("button", { className: "dot", title: text, ariaLabel: text, tabIndex: -1, data });
     dot.classList.toggle("idle", idle(layer, head));
@@ -31,7 +32,7 @@ function chart({ name, title, unit, meaning }, { layers, heads }, value, idle) {
   });
   const plot = make("div", { className: "plot", role: "group", ariaLabel: title }, ...ticks(most), ...dots);
   const caption = make("figcaption", {}, make("b", {}, title), ` ${unit}`);
-  const blocks = make("div", { className: "blocks" }, make("span", {}, "block 0"), make("span", {}, layers - 1));
+  const blocks = make("div", { className: "blocks" }, make("span", {}, `block ${maps.block(0)}`), make("span", {}, maps.block(layers - 1)));
   return [make("figure", { id: `chart-${name}` }, caption, plot, blocks, make("small", {}, meaning))];
 }
 

@@ -12,7 +12,8 @@ export const NUMBERS = [
 ];
 
 /** What a map is called in a sentence. */
-export const called = (layer, head) => `Block ${layer}, ${/^\d/.test(head) ? `head ${head}` : head}`;
+export const called = (maps, layer, head) =>
+  `Block ${maps.block(layer)}, ${/^\d/.test(head) ? `head ${head}` : head}`;
 
 /** [title, number] of each number of a head that is known. */
 export function numbersOf(maps, layer, head) {
@@ -52,7 +53,7 @@ export function sentence({ state, maps, compared, className }, { name, weights, 
   if (direction === "to") what = `these patches read ${who}`;
   if (head === "gradient") {
     const label = className(maps.relevanceClass ?? maps.header.predicted);
-    what = `what speaks for “${label}” in the blocks up to ${layer}, as ${who} reads it`;
+    what = `what speaks for “${label}” in the blocks up to ${maps.block(layer)}, as ${who} reads it`;
   }
   const whose = compared ? `${name}. ` : "";
   return `${whose}Bright: ${what}. Most: ${place(most)} (${weights[most].toPrecision(3)}).`;
@@ -67,7 +68,7 @@ export function renderFacts({ state, maps, own, className }, query) {
     rollout: "rollout up to this block",
     gradient: `relevance for ${className(own.relevanceClass)}, up to this block`,
   };
-  const facts = [["Map", `block ${layer}, ${words[head] ?? `head ${head}`}`]];
+  const facts = [["Map", `block ${maps.block(layer)}, ${words[head] ?? `head ${head}`}`]];
   if (typeof query === "number") {
     facts.push(["Patch", `${query} (row ${Math.floor(query / w)}, col ${query % w})`]);
   } else if (query === "mean") facts.push(["Patch", "mean over all"]);

@@ -11,8 +11,9 @@ export class Grid {
   }
 
   /** Makes a button for each block and head of maps. */
-  build({ layers, columns, grid }) {
-    const shape = `${layers}/${columns}/${grid}`;
+  build(maps) {
+    const { layers, columns, grid } = maps;
+    const shape = `${maps.header.blocks}/${columns}/${grid}`;
     if (shape === this.shape) return;
     this.shape = shape;
     document.documentElement.style.setProperty("--columns", columns.length);
@@ -25,7 +26,7 @@ export class Grid {
       make("button", { className: "cell", data: { layer, head } }, make("canvas"));
     const parts = [label(""), ...columns.map(label)];
     for (let layer = 0; layer < layers; layer++) {
-      parts.push(label(layer), ...columns.map((head) => cell(layer, head)));
+      parts.push(label(maps.block(layer)), ...columns.map((head) => cell(layer, head)));
     }
     $("grid").replaceChildren(...parts);
     this.cells = parts.filter((part) => part.className === "cell");
@@ -58,7 +59,7 @@ export class Grid {
       const said = numbersOf(maps, layer, head).map((pair) => pair.join(" "));
       const idle = Boolean(maps.number("idle", layer, head));
       if (idle) said.push("does nothing");
-      const name = called(layer, head);
+      const name = called(maps, layer, head);
       cell.classList.toggle("idle", idle);
       cell.ariaLabel = said.length ? `${name}: ${said.join(", ")}` : name;
       cell.title = [name, ...said].join("\n");

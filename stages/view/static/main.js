@@ -81,8 +81,14 @@ const app = {
     renderMaps();
   },
 
-  /** The first of the names of a class: ImageNet's have synonyms. */
-  className: (label) => app.classNames[label]?.split(", ")[0] ?? `class ${label}`,
+  /** A class's name; of ImageNet's, which have synonyms, the first that no other class has too. */
+  className(label) {
+    const name = app.classNames[label];
+    if (name === undefined) return `class ${label}`;
+    const first = (names) => names.split(", ")[0];
+    const alike = app.classNames.filter((other) => first(other) === first(name));
+    return about.labelled || alike.length > 1 ? name : first(name);
+  },
 
   says: (pane) => sentence(app, pane),
 };
@@ -237,7 +243,7 @@ function render() {
   $("show-choice").hidden = !app.compared;
   $("explain-choice").hidden = state.head !== "gradient" || source.offline;
   if (!$("explain-choice").hidden) fillExplained();
-  const tokens = maps.extra.map((name, p) => [`x${p}`, p ? name : "class token"]);
+  const tokens = maps.extra.map((name, p) => [`x${p}`, name === "class" ? "class token" : name]);
   const buttons = [...tokens, ["mean", "all patches"]].map(([query, name]) =>
     make("button", { data: { query } }, name),
   );
@@ -366,7 +372,7 @@ function listen() {
 function fileName(ending) {
   const { image, layer, head, query } = app.state;
   const name = app.own.header.title?.replace(/\.\w+$/, "") ?? `image${image}`;
-  return `${name}-block${layer}-head${head}-query${query}.${ending}`;
+  return `${name}-block${app.own.block(layer)}-head${head}-query${query}.${ending}`;
 }
 
 async function open() {

@@ -12,7 +12,9 @@ export class Maps {
     this.tokens = header.grid[0] * header.grid[1];
     this.size = maps.shape[2]; // of a row
     this.extra = header.extra.slice(0, this.size - this.tokens); // names of the first tokens
-    this.columns = [...Array(this.heads).keys(), "mean", "rollout"];
+    this.columns = [...Array(this.heads).keys(), "mean"];
+    // a product of maps leads through all blocks, so it is none where some are not stored
+    if (header.blocks.every((number, layer) => number === layer)) this.columns.push("rollout");
     if (header.explains) this.columns.push("gradient");
     this.relevance = null; // for the "gradient" of a class, which the server computes on its own
   }
@@ -20,6 +22,11 @@ export class Maps {
   /** The row of a query: a number of a patch, or "x0", "x1", ... of a class or register token. */
   row(query) {
     return typeof query === "number" ? this.extra.length + query : Number(query.slice(1));
+  }
+
+  /** The number of a block in its model, of which a store may hold some. */
+  block(layer) {
+    return this.header.blocks[layer];
   }
 
   /** Whether a block has maps: those that a student's are compared with may be of some alone. */

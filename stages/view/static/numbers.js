@@ -12,6 +12,7 @@ export function asJson({ state, own, compared }) {
     probability: header.probability,
     by: header.name,
     layer,
+    block: own.block(layer),
     head,
     query: /^x/.test(query) ? extra[own.row(query)] : query,
     grid,

@@ -1,0 +1,33 @@
+"""What a ViT's head reads and says, and what its other tokens are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.data import infer_imagenet_subset
+
+
+def names_of_tokens(model: Any) -> list[str]:
+    """Names of the tokens of a timm ViT that come before the patches, in order."""
+    names = []
+    for name, attribute in (("class", "cls_token"), ("distillation", "dist_token")):
+        if getattr(model, attribute, None) is not None:
+            names.append(name)
+    registers = getattr(model, "num_prefix_tokens", 0) - len(names)
+    return [*names, *(f"register {number}" for number in range(1, registers + 1))]
+
+
+def reads_class_token(model: Any) -> bool:
+    """Whether the head of a timm ViT reads the class token; others average or pool the patches."""
+    return getattr(model, "global_pool", None) == "token" and "class" in names_of_tokens(model)
+
+
+def classifies(model: Any) -> bool:
+    """Whether the head of a timm ViT predicts classes. That of CLIP's published image towers has as
+    many outputs, but projects to the space in which texts lie too."""
+    count = getattr(model, "num_classes", 0)
+    config = getattr(model, "pretrained_cfg", None) or {}
+    is_clip = "_clip_" in str(config.get("architecture")) and config.get("tag")
+    if is_clip and count == config.get("num_classes") and not config.get("label_names"):
+        return infer_imagenet_subset({"num_classes": count}) is not None
+    return bool(count)
