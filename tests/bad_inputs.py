@@ -357,6 +357,10 @@ COMMAND_LINE = [
         ("shards.zarr --html a.txt --image 1", "--html a.txt .html"),
         ("shards.zarr --html absent/a.html --image 1", "--html absent/a.html absent"),
         ("shards.zarr --student standard", "--student --run-dir"),
+        ("shards.zarr --download", "--download --model"),
+        (f"shards.zarr --model {MODEL} --images pictures", "STORE --model"),
+        (f"--run-dir plain --model {MODEL} --images pictures", "--run-dir --model"),
+        (f"--student x --model {MODEL} --images pictures", "--student --model"),
     ),
     *options(
         "view --no-open --images pictures --image-size 33 --model",

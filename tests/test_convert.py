@@ -183,6 +183,17 @@ def test_a_gate_is_taken_over():
     torch.testing.assert_close(forward_with_maps(model, x)[0], model(x), rtol=1e-5, atol=1e-5)
 
 
+def test_parameters_of_an_attention_itself_are_taken_over():
+    """As the gates of each head are, which start closed."""
+    model = timm.create_model(
+        "gauvit_pico_patch2_8", attention="belief", attention_options={"gated": True}
+    ).eval()
+    for block in model.blocks:
+        torch.nn.init.constant_(block.attn.head_gate, 0.5)
+    x = torch.randn(2, model.patch_embed.proj.in_channels, 8, 8)
+    torch.testing.assert_close(convert(model, "belief")(x), model(x), rtol=0, atol=0)
+
+
 def test_reading_the_maps_of_a_timm_model_leaves_its_weights_where_gradients_find_them():
     model, x = trained_like(**SOURCES["class token"])
     model, x = model.double(), x.double()

@@ -194,6 +194,17 @@ def test_forward_with_maps_is_the_models_own_forward_pass(name, kwargs):
         torch.testing.assert_close(row.exp().sum(-1), torch.ones(row.shape[:-1]))
 
 
+def test_maps_stay_as_many_while_gradients_are_computed():
+    """Gradient checkpointing runs the blocks again, the last one first."""
+    model = timm.create_model(PICO, depth=3).train()
+    model.set_grad_checkpointing()
+    logits, rows = forward_with_maps(model, images(model))
+    first = [row.detach().clone() for row in rows]
+    logits.sum().backward()
+    assert len(rows) == 3
+    assert all(torch.equal(row, before) for row, before in zip(rows, first, strict=True))
+
+
 SAVED = [dict(attention=key) for key in ATTENTION] + [
     dict(attention_options={"prior": True}),
     dict(attention="belief2", attention_options={"activation": "silu", "zz": False}),

@@ -43,7 +43,8 @@ from runs import metrics
 from stages import evaluate, export, phase_a, phase_b
 from stages.compare import costs
 from stages.compare.rows import Row
-from stages.look.image_maps import StudentMaps, images_of, photo
+from stages.look import inspect
+from stages.look.image_maps import LiveMaps, StudentMaps, images_of, photo
 from stages.publish import folder as publish
 from stages.run import run as run_all
 from stages.runs import resources
@@ -618,6 +619,43 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
     assert "no teacher beside it" in in_process(*one)[1]
 
 
+def test_a_students_gradient_is_of_patches_as_its_maps_are(run):
+    """Beside a store, whose maps are from patches to patches; alone it has the class token too."""
+    write_store(run, {"kind": "dense"})
+    token = "model.student_args={class_token: true, global_pool: token}"
+    phase_b.run(run, overrides=[token])
+    student = StudentMaps(RunDirectory(run), "standard")
+    assert (student.see(1).extra, student.see(1, split="val").extra) == ((), ["class"])
+    target, beside = student.relevance(None, 1)
+    tokens = student.grid[0] * student.grid[1]
+    assert beside.shape[1:] == (tokens, tokens)
+    whole = LiveMaps.relevance(student, target, 1)[1]
+    assert torch.equal(beside, whole[:, 1:, 1:])
+    assert student.relevance(None, 1, split="val")[1].shape[1:] == (tokens + 1, tokens + 1)
+
+
+def test_a_weight_too_small_for_a_number_is_no_hidden_key(run):
+    """The teacher's map beside it is the stored one, and the student's weights of 0 count."""
+    write_store(run, {"kind": "dense"})
+    phase_b.run(run)
+    student = StudentMaps(RunDirectory(run), "standard")
+    for block in student.model.blocks:
+        block.attn.qkv.weight.data.mul_(1e3)
+    seen = student.see(1)
+    stored = store.open(run / "maps.zarr").gather([1])["maps"][0].astype(np.float32)
+    assert (seen.map(1) == 0).any()
+    np.testing.assert_allclose(seen.teacher[1], stored[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_agreement_is_with_predictions(run, monkeypatch, predicts):
+    write_store(run, {"kind": "dense"})
+    phase_b.run(run, overrides=["phase_b.alpha=0", "phase_b.beta=1"])
+    monkeypatch.setattr(StoreNotes, "has_predictions", predicts)
+    scores = evaluate.run(run, "standard")
+    assert ("teacher_agreement" in scores) == predicts and scores["map_kl"]
+
+
 def test_a_student_of_other_views_or_images_says_why_it_is_not_compared(run, tmp_path):
     url = write_store(run, {"kind": "dense"})
     phase_b.run(run)
@@ -669,6 +707,14 @@ def test_a_store_may_have_some_blocks_on_the_students_grid(run, tmp_path):
     assert np.isfinite(rows[1].val_acc)
     maps = store.open(tmp_path / "next" / "maps.zarr")
     assert (maps.schema.grid, maps.schema.layers) == ((2, 2), 1)
+    url = str(tmp_path / "next" / "maps.zarr")
+    seen = inspect.attention(0, url=url)
+    assert (seen.layer, seen.block) == (0, 1) and "block 1, head" in inspect.title(seen)
+    described = inspect.summary(url)
+    assert (described["layers"], described["blocks"]) == (1, [1])
+    assert "(numbers 1 of the teacher" in (tmp_path / "next/maps.zarr/README.md").read_text()
+    header, _ = unpacked(open_viewer(url, None).image(0), "maps")
+    assert header["blocks"] == [1]  # so that the page has no rollout
     stored = torch.from_numpy(maps.gather(np.arange(20))["maps"]).float()
     whole = teachers_maps(run, first_images(run, 20))[:, 1]  # [20, H, 16, 16]
     tokens = whole.unflatten(-1, (2, 2, 2, 2)).sum((-3, -1))  # (y, 2, x, 2) of the keys

@@ -67,6 +67,18 @@ def test_orders_of_the_gallery(written, tmp_path):
         gallery.page("id", 5)
 
 
+def test_a_store_without_predictions_shows_none(tmp_path):
+    schema = make_schema(num_images=20, extra={"predicts": False})
+    arrays = make_arrays(schema)
+    write_store(tmp_path / "s.zarr", schema, arrays)
+    gallery = stored_gallery(store.open(tmp_path / "s.zarr"))
+    gallery.read_all()
+    [first, *_] = items = gallery.page("wrong").items
+    assert [item.id for item in items] == list(range(20))  # no order without predictions
+    assert (first.predicted, first.probability) == (None, None)
+    assert first.label == arrays["labels"][0]
+
+
 def test_images_are_listed_while_labels_are_still_read(written):
     gallery = stored_gallery(store.open(written[0]))
     assert [item.id for item in gallery.page("id", None, 1).items] == list(range(60, 120))

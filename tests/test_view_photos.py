@@ -22,6 +22,7 @@ from gaupipe.vit.saving import class_names
 from stages.look.colours import colours
 from stages.look.measures import numbers, with_mean_and_rollout
 from stages.view.messages import Start
+from stages.view.notebook import as_files
 from stages.view.serve import model_viewer, open_viewer
 from viewing import Page, get, serving, unpacked
 from vits import randomised
@@ -244,6 +245,15 @@ def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, br
         assert page.page.is_visible("#panes canvas")
         assert all("404" in complaint for complaint in page.complaints)
         page.page.close()
+
+
+def test_a_photo_as_an_object_is_turned_as_its_file_is(folder, tmp_path):
+    picture = ramps(60, 20)
+    exif = picture.getexif()
+    exif[0x0112] = 6  # a quarter turn
+    picture.save(tmp_path / "a.jpg", exif=exif)
+    [written] = as_files(Image.open(tmp_path / "a.jpg"), tmp_path)
+    assert Image.open(written).size == (20, 60)
 
 
 def test_a_notebook_shows_the_page(browser, folder, tmp_path):
