@@ -5,9 +5,9 @@
 
 For each augmentation the teacher of a run looks at training images and at one view of each. Three
 stand-ins for the maps of the view are compared with these: the maps of the image, moved; the mean
-of the views' maps over the images; and the maps of another image's view. The distance of two rows
-is their total variation, from 0 (alike) to 1 (no key in common): the mean over images, blocks,
-heads and queries.
+of the views' maps over the images; and the map of the next image's view, which in a folder of
+classes is of the same class. The distance of two rows is their total variation, from 0 (alike) to 1
+(no key in common): the mean over images, blocks, heads and queries.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
         "flip and shift": AugmentSettings(flip=True, crop_padding=padding),
         f"crops of {CROPS.scale[0]:.0%} of the area and more": AugmentSettings(resized_crop=CROPS),
     }
-    print("| augmentation | moved | mean map | map of another image |\n|---|---|---|---|")
+    print("| augmentation | moved | mean map | map of the next image |\n|---|---|---|---|")
     for name, augmentation in augmentations.items():
         augment = Augment(augmentation, settings.seed)
         [views] = batches.views(ids, augment, 1)
@@ -71,7 +71,7 @@ def main() -> None:
         stand_ins = {
             "moved": move_map(own, geometry, grid),
             "mean map": view_maps.mean(0, keepdim=True),
-            "map of another image": view_maps.roll(1, 0),
+            "map of the next image": view_maps.roll(1, 0),
         }
         cells = [name]
         for stand_in, instead in stand_ins.items():

@@ -113,6 +113,13 @@ def test_what_the_user_set_stays_and_the_rest_follows():
     assert settings.augment.crop_padding == 28
 
 
+def test_the_rate_of_muon_is_for_muon():
+    assert proposed().train.optim.lr == proposed(["train.optim.name=muon"]).train.optim.lr == 4e-3
+    assert proposed(["train.optim.name=adamw"]).train.optim.lr == 1e-3
+    reasons = chosen(["train.optim.name=adamw"]).reasons
+    assert reasons["train.optim.lr"] == "the learning rate; try what suits adamw"
+
+
 def test_a_line_for_each_choice_names_the_setting():
     choices = chosen(["data.batch_size=7", "train.optim.lr=0.01"])
     known = flatten(parse(choices.tree, "test"))

@@ -171,6 +171,29 @@ def test_all_components_of_a_vit_compute_what_it_does(name):
         torch.testing.assert_close(model(images), expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("changes", [{"qkv_bias": False}, {"norm_layer": "rmsnorm"}], ids=str)
+def test_a_vit_without_the_biases_that_components_need_is_sliced_by_channels(changes):
+    """The bias of a LayerNorm could go nowhere, and RMSNorm has none."""
+    sizes = dict(size=28, patch_size=14, class_token=False, global_pool="avg")
+    large = small("vit_tiny_patch16_224", **sizes, **changes)
+    for parameter in large.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, std=0.5)
+    images = pictures(2, channels=3, size=28)
+    spread = spread_of_stream(large, [images])
+    assert (spread is None) == ("norm_layer" in changes)
+    student = small("vit_tiny_patch16_224", **sizes, **changes)
+    start_from_teacher(student, "slice", large.state_dict(), 3, (2, 2), spread)
+    torch.testing.assert_close(student(images), large(images), atol=1e-5, rtol=1e-4)
+
+
+def test_a_start_needs_as_many_heads():
+    """Whose number no shape of a matrix tells."""
+    teacher = random_vit(num_heads=4)
+    with pytest.raises(UserError, match="warm_start=teacher: the student has 2 heads, the teacher"):
+        start_from_teacher(random_vit(), "teacher", teacher.state_dict(), 4, (4, 4))
+
+
 def test_a_slice_leaves_what_the_student_has_not_and_resizes_position_and_patch_embedding():
     """A teacher with a class token, other patches and other classes; a convolutional stem."""
     teacher = random_vit(embed_dim=32, patch_size=1, num_classes=7, **CLASS).state_dict()

@@ -33,6 +33,12 @@ def start_from_teacher(
     ``weights`` (state_dict) of a teacher's ViT with so many heads and patches (h, w). A slice has
     the principal components of a residual stream with this ``spread``. Raises UserError for a
     student that these weights do not fit."""
+    first: Any = student.blocks[0]  # timm says Module
+    if how != "slice" and first.attn.num_heads != heads:  # which no shape of a matrix tells
+        raise UserError(
+            f"phase_b.warm_start={how}: the student has {first.attn.num_heads} heads, the teacher "
+            f"{heads}: give it as many, or take phase_b.warm_start=none"
+        )
     if how == "exact":
         hand_over(student, weights)
     elif how == "slice":

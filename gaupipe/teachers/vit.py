@@ -285,7 +285,7 @@ def as_taken(split: Split, data: ImageData, takes: Input) -> tuple[Split, ImageD
     return Split(split.source.at(takes.size, takes.interpolation), split.positions), taken
 
 
-def spread_of(vit: VisionTransformer, data: ImageData, takes: Input) -> Tensor:
+def spread_of(vit: VisionTransformer, data: ImageData, takes: Input) -> Tensor | None:
     """:func:`~gaupipe.vit.slicing.spread_of_stream` of a model in eval mode on some of the training
     images of a data set, as it ``takes`` them."""
     split, taken = as_taken(data.train, data, takes)

@@ -108,10 +108,10 @@ def slice_weights(
     Blocks are evenly spaced, with the first and the last. Heads, the channels of each and the
     hidden units of the FFN are every n-th, the same for queries, keys and values. The student's
     residual stream has the principal components of the trained ViT's; or every n-th channel, where
-    no ``spread`` is known, and of a ViT with other attention, or other norms than before attention
-    and FFN. What is kept of a sum is made as large as the whole (:func:`rescaled`). timm resizes
-    position and patch embedding. A convolutional stem of the student gets
-    nothing, nor does a head for another number of classes.
+    no ``spread`` is known, and of a ViT with other attention, or without :func:`has_components`.
+    What is kept of a sum is made as large as the whole (:func:`rescaled`). timm resizes position
+    and patch embedding. A convolutional stem of the student gets nothing, nor does a head for
+    another number of classes.
 
     heads, grid  of the trained ViT; the grid (h, w) in patches
     setting      asked for the slice, for messages
@@ -158,9 +158,10 @@ def slice_weights(
 
 
 @torch.inference_mode()
-def spread_of_stream(vit: VisionTransformer, batches: Iterable[Tensor]) -> Tensor:
+def spread_of_stream(vit: VisionTransformer, batches: Iterable[Tensor]) -> Tensor | None:
     """The second moments [channels, channels] float64, of trace 1, of the tokens of some images in
-    the residual stream of a ViT, as its LayerNorms scale them: the mean over the LayerNorms."""
+    the residual stream of a ViT, as its LayerNorms scale them: the mean over the LayerNorms. None
+    for a ViT with other norms."""
     spreads: dict[nn.Module, Tensor] = {}
 
     def see(norm: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
@@ -180,6 +181,8 @@ def spread_of_stream(vit: VisionTransformer, batches: Iterable[Tensor]) -> Tenso
         vit(images)
     for hook in hooks:
         hook.remove()
+    if not spreads:
+        return None
     return torch.stack([spread / spread.trace() for spread in spreads.values()]).mean(0).cpu()
 
 
@@ -201,10 +204,16 @@ NEUTRAL = {*NORM_BEFORE.values(), "fc_norm", *SCALE_BEHIND.values()}
 
 def has_components(weights: dict[str, Tensor]) -> bool:
     """True for a ViT whose residual stream may be turned: standard attention and FFN alone read it,
-    each behind a LayerNorm, and add to it."""
+    each behind a LayerNorm whose bias its own can take over, and add to it."""
     modules = {parts_of_name(name)[1] for name in weights}
+    for module in modules & NORM_BEFORE.keys():
+        names = [name for name in weights if parts_of_name(name)[1] == module]
+        if not any(name.endswith(".bias") for name in names):
+            return False
     others = {"attn.v", "attn.z", "attn.gate", "attn.proj_local", "attn.proj_parallel", "norm_pre"}
-    return {"norm1", "norm2", "attn.qkv"} <= modules and modules.isdisjoint(others)
+    is_layer_norm = "blocks.0.norm1.bias" in weights  # RMSNorm has none, and removes no mean
+    standard = {"norm1", "norm2", "attn.qkv"} <= modules and modules.isdisjoint(others)
+    return standard and is_layer_norm
 
 
 def in_components(weights: dict[str, Tensor], spread: Tensor, width: int) -> dict[str, Tensor]:

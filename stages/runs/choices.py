@@ -41,6 +41,8 @@ GPU_MODEL = (192, 9, 600_000)
 BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images than, batch_size)
 FEWEST_EPOCHS = 12
 MOST_EPOCHS = 90
+OTHER_RATE = 1e-3
+"""The learning rate of optimizers that nothing was measured with."""
 FEW_IMAGES = 10_000
 """Training images below which a pretrained ViT is offered before one from the start."""
 RANDAUGMENT_IMAGES = 1_000
@@ -296,8 +298,13 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         reason = "the width of its Gaussians in tokens, by head"
         choices.choose("phase_a.local.std", LOCAL_STDS.get(heads, [0.7, 1.5, 3.0]), reason)
     _choose_batch(choices, images)
-    choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
-    if choices.given("train.optim.name") is None:
+    optimizer = choices.given("train.optim.name")
+    if optimizer in (None, "muon"):
+        choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
+    else:
+        reason = f"the learning rate; try what suits {optimizer}"
+        choices.choose("train.optim.lr", OTHER_RATE, reason)
+    if optimizer is None:
         warmup = min(4, student_epochs // 4)
         choices.choose("train.optim.warmup_epochs", warmup, "epochs until it is reached")
         choices.choose("train.optim.weight_decay", 0.1, "keeps the weights small")

@@ -162,7 +162,8 @@ class RunDirectory:
             settings = settings.with_buckets(distributed.world_size())
         if distilled:
             return settings, folder
-        if any(override.startswith("train.epochs=") for override in overrides):
+        given = with_overrides({}, overrides).get("train")
+        if isinstance(given, dict) and "epochs" in given:
             settings = settings.with_section("baseline", epochs=settings.baseline_training.epochs)
         return self.with_baseline(settings, name), folder
 
