@@ -954,6 +954,7 @@ SWEEPS = [
         ("- {name: a, baseline.epochs: 9}", "bad.yaml a baseline.epochs train.epochs"),
         ("- {name: a, plain: true, phase_b.gamma: 5}", "bad.yaml a phase_b.gamma"),
         ("- {name: a, plain: true, phase_a.max_epochs: 5}", "bad.yaml a phase_a.max_epochs"),
+        ("- {name: a, plain: true, phase_b: {gamma: 5}}", "bad.yaml a phase_b"),
         ("- {name: [a], phase_b.gamma: 1}", "bad.yaml name"),
         ("- {name: a, phase_b.layer_map: [0, 0, 0]}", "a phase_b.layer_map 1"),
         ("- {name: a, model.name: resnet18}", "model.name resnet18"),

@@ -5,6 +5,7 @@ import timm
 import torch
 
 import gaupipe.vit.models  # noqa: F401
+from gaupipe.models import save_student
 from gaupipe.vit.heads import classifies, names_of_tokens, reads_class_token
 
 
@@ -44,3 +45,15 @@ def test_tokens_have_their_names_and_heads_read_what_they_read(name, arguments, 
 )
 def test_the_projection_of_an_image_tower_predicts_no_classes(name, arguments, classes):
     assert classifies(made(name, **arguments)) == classes
+
+
+def test_a_tower_that_was_fine_tuned_predicts_classes_when_it_is_loaded_again(tmp_path):
+    """timm keeps the tag of the published weights, and notes the new number of classes."""
+    sizes = dict(embed_dim=16, depth=1, num_heads=2, img_size=32, num_classes=7)
+    model = timm.create_model("vit_xsmall_patch16_clip_224.tinyclip_yfcc15m", **sizes)
+    assert classifies(model)
+    timm.models.save_for_hf(model, tmp_path / "saved", model_args=sizes)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
+    assert loaded.pretrained_cfg["num_classes"] == 7 and classifies(loaded)
+    save_student(model, tmp_path / "ours")
+    assert classifies(timm.create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True))

@@ -138,6 +138,16 @@ def test_a_warm_start_copies_the_statistics_too():
     )
 
 
+def test_a_warm_start_leaves_another_stem_as_it_is():
+    teacher = timm.create_model(PICO, depth=1)
+    student = timm.create_model(PICO, stem="conv", depth=1)
+    before = [part.detach().clone() for part in student.patch_embed.parameters()]
+    warm_start(student, teacher.state_dict())
+    assert torch.equal(student.blocks[0].mlp.fc1.weight, teacher.blocks[0].mlp.fc1.weight)
+    for part, unchanged in zip(student.patch_embed.parameters(), before, strict=True):
+        assert torch.equal(part, unchanged)
+
+
 SMALL = [
     "data.train_images=60",
     "train.epochs=2",

@@ -130,6 +130,21 @@ def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):
         page.page.close()
 
 
+def test_a_class_has_the_first_of_its_names_that_no_other_class_has(pictures, browser, tmp_path):
+    model = randomised(timm.create_model("vit_tiny_patch16_224", **SIZES))
+    names = ["maillot", "maillot, tank suit", "oak, tree"]
+    save_student(model, tmp_path, label_names=names)
+    job, note = open_model(f"local-dir:{tmp_path}", [pictures], to_look=True)
+    with serving(model_viewer(job, note)) as address:
+        page = Page(browser, f"{address}/")
+        page.open("image=0&head=gradient")
+        page.until("document.querySelectorAll('#explain option').length === 3")
+        options = "[...document.querySelectorAll('#explain option')].map((one) => one.text)"
+        page.until(f"{options}.includes('oak')")  # the names arrive with the status
+        assert sorted(page.page.evaluate(options)) == ["maillot", "maillot, tank suit", "oak"]
+        page.page.close()
+
+
 def test_a_model_without_classes_has_a_page(pictures, browser, tmp_path):
     job, _ = open_model(saved(tmp_path, num_classes=0), [pictures], to_look=True)
     with serving(model_viewer(job)) as address:

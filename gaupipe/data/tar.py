@@ -171,11 +171,13 @@ def _with_links(
         if target:
             links[name] = target
             continue
-        if name.endswith(".cls") or is_image(name):
-            places[name] = offset, size
-        yield name, offset, size
+        places[name] = offset, size
+        if not _is_hidden(name):
+            yield name, offset, size
     left_out = 0
     for name, target in links.items():
+        if _is_hidden(name):
+            continue
         if not (name.endswith(".cls") or is_image(name)):
             left_out += 1
             continue
@@ -192,28 +194,35 @@ def _with_links(
 
 
 def _files_in(archive: Path) -> Iterator[tuple[str, int, int, str]]:
-    """(name, offset, bytes, what it links to or "") of the files in an archive, without hidden
-    ones. Raises UserError for an archive that ends early or is compressed."""
+    """(name, offset, bytes, what it links to or "") of the files in an archive. Raises UserError
+    for one that ends early or is compressed."""
     try:
         with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             while member := tar.next():
                 tar.members.clear()  # type: ignore[attr-defined]  # it would hold a million
-                parts = [part for part in member.name.split("/") if part not in ("", ".")]
-                if any(part.startswith(".") for part in parts):
-                    continue
-                name = "/".join(parts)
+                name = _plain(member.name)
                 if member.isreg():
                     yield name, member.offset_data, member.size, ""
                 elif member.islnk() or member.issym():
-                    beside = posixpath.dirname(name) if member.issym() else ""
-                    target = posixpath.normpath(posixpath.join(beside, member.linkname))
-                    yield name, 0, 0, target
+                    target = member.linkname
+                    if member.issym():
+                        beside = posixpath.join(posixpath.dirname(name), target)
+                        target = posixpath.normpath(beside)
+                    yield name, 0, 0, _plain(target)
             file.seek(tar.offset)
             end = file.read(tarfile.RECORDSIZE)
     except tarfile.TarError as error:
         raise _not_whole(archive, str(error)) from None
     if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):  # to tarfile any damage is the end
         raise _not_whole(archive, "damaged or cut off before its end mark")
+
+
+def _plain(name: str) -> str:
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def _not_whole(archive: Path, reason: str) -> UserError:

@@ -196,8 +196,8 @@ def remarks_on_maps(
     if len(student.blocks) != schema.layers:
         layers = layer_map(phase, len(student.blocks), schema.layers)
         remarks.append(f"its blocks are compared with the stored blocks {layers}")
-    if phase.warm_start == "slice" and settings.model.stem == "conv":
-        remarks.append("its convolutional stem is no part of the slice and keeps its start")
+    if phase.warm_start in ("slice", "teacher") and settings.model.stem == "conv":
+        remarks.append("its convolutional stem is no part of the teacher's weights")
     moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
     if StoreNotes.of(schema).teacher and schema.views == 1 and moved and phase.gamma:
         remarks.append(

@@ -13,6 +13,7 @@ from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import in_steps
 from gaupipe.system.errors import UserError
 from gaupipe.vit.slicing import slice_weights
+from gaupipe.vit.stem import ConvPatchEmbed
 
 MAY_LACK = re.compile(
     r"^(cls_token|reg_token|dist_token|head|attn_pool)|\.attn\.(prior|predictor)$"
@@ -56,10 +57,12 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     parts = parts_in_common(student)
     names = [name for name in with_norm_of(parts, teacher) if name not in parts]
     lacking = [name for name in names if not MAY_LACK.search(name)]
+    if isinstance(student.patch_embed, ConvPatchEmbed):  # which makes its tokens otherwise
+        lacking = [name for name in lacking if not name.startswith("patch_embed.")]
     if lacking:
         raise UserError(
             f"phase_b.warm_start: the teacher has {lacking[0]}, which the student lacks: give the "
-            "student the same by model.args, or take warm_start=slice or none"
+            "student the same, or set another phase_b.warm_start"
         )
 
 

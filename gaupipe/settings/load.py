@@ -268,11 +268,11 @@ def set_value(tree: Tree, key: str, value: Any, where: str) -> None:
 def check_distilled(names: Iterable[str], where: str = "--set") -> None:
     """Raises UserError for a name "baseline.b": a student with a teacher does not read it."""
     for name in names:
-        section, _, field = name.partition(".")
+        section, dot, field = name.partition(".")
         if section == "baseline":
             raise UserError(
                 f"{where} {name}: baseline is for the plain ViT, and this one has a teacher: set "
-                f"train.{field}, or phase_b.{field}"
+                f"train{dot}{field}, or phase_b{dot}{field}"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from timm.data import infer_imagenet_subset
+from timm.models import get_pretrained_cfg
 
 
 def names_of_tokens(model: Any) -> list[str]:
@@ -23,11 +24,13 @@ def reads_class_token(model: Any) -> bool:
 
 
 def classifies(model: Any) -> bool:
-    """Whether the head of a timm ViT predicts classes. That of CLIP's published image towers has as
-    many outputs, but projects to the space in which texts lie too."""
+    """Whether the head of a timm ViT predicts classes. That of CLIP's published image towers
+    projects to the space in which texts lie too, and one of as many outputs is taken for it."""
     count = getattr(model, "num_classes", 0)
     config = getattr(model, "pretrained_cfg", None) or {}
-    is_clip = "_clip_" in str(config.get("architecture")) and config.get("tag")
-    if is_clip and count == config.get("num_classes") and not config.get("label_names"):
-        return infer_imagenet_subset({"num_classes": count}) is not None
-    return bool(count)
+    name = f"{config.get('architecture')}.{config.get('tag')}"
+    if not ("clip" in name or name.startswith("vit_pe_core")):
+        return bool(count)
+    published = get_pretrained_cfg(name, allow_unregistered=True)
+    is_projection = published is not None and count == published.num_classes
+    return not is_projection or infer_imagenet_subset({"num_classes": count}) is not None

@@ -159,12 +159,22 @@ def export_memory(
     else:
         memory = PROCESS_BYTES + 4 * count_parameters(model) + bytes_of_images(data)
     shard = max(int(shard_mb * 1e6), schema.bytes_per_image)
-    # of numbers that a writer still has to turn into codes; one shard is made, one put together
-    wider = 4 if schema.encoding == "uint8" else 1
-    memory += wider * min((WRITERS + 2) * shard, 2 * schema.total_bytes)
+    # one is made, one put together
+    wider = bytes_in_memory(schema) / schema.bytes_per_image
+    memory += round(wider * min((WRITERS + 2) * shard, 2 * schema.total_bytes))
     if select_device(settings.device, settings.threads).type == "cpu":
         memory += memory_of_maps(settings, model, schema)
     return memory
+
+
+def bytes_in_memory(schema: store.Schema) -> int:
+    """Bytes of one image's numbers before they are encoded: those that become codes are float32,
+    and there once more while they are rounded."""
+    total = 0
+    for name, spec in schema.arrays().items():
+        size = 8 if schema.has_codes(name) else schema.stored_dtype(name).itemsize
+        total += math.prod(spec.shape[1:]) * size
+    return total
 
 
 def memory_of_maps(settings: Settings, model: Any, schema: store.Schema) -> int:

@@ -81,14 +81,7 @@ const app = {
     renderMaps();
   },
 
-  /** A class's name; of ImageNet's, which have synonyms, the first that no other class has too. */
-  className(label) {
-    const name = app.classNames[label];
-    if (name === undefined) return `class ${label}`;
-    const first = (names) => names.split(", ")[0];
-    const alike = app.classNames.filter((other) => first(other) === first(name));
-    return about.labelled || alike.length > 1 ? name : first(name);
-  },
+  className: (label) => app.classNames[label] ?? `class ${label}`,
 
   says: (pane) => sentence(app, pane),
 };
@@ -173,6 +166,15 @@ async function complete(mine) {
       return; // who opens that image is told
     }
   }
+}
+
+/** The names of classes: of a data set with labels as they are; of a model such as ImageNet's, whose
+ * classes have synonyms, the first that no other class has too. */
+function shortened(names, labelled) {
+  const first = (name) => name.split(", ")[0];
+  const counts = new Map();
+  for (const name of names) counts.set(first(name), (counts.get(first(name)) ?? 0) + 1);
+  return names.map((name) => (labelled || counts.get(first(name)) > 1 ? name : first(name)));
 }
 
 /** Gets the relevance for the class that is explained. */
@@ -303,7 +305,7 @@ async function watch() {
   if (mine !== watches) return;
   fillSplits(status.splits);
   const isNew = status.pixels.ready && !app.pixelsReady; // pictures, and names of classes
-  app.classNames = status.class_names;
+  app.classNames = shortened(status.class_names, app.about.labelled);
   app.pixelsReady = status.pixels.ready;
   gallery.progress(status.labels);
   if (isNew) {
