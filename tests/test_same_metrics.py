@@ -4,6 +4,8 @@
 give the same bits; elsewhere, and with other versions of torch, sums are rounded in another order,
 and one or two of the 200 images may fall on the other side. Early versions of torch draw other
 truncated normal numbers, so that models start with other weights.
+
+Of mixed images train_acc is left out: it counted an image's own class, however small its share.
 """
 
 import json
