@@ -7,7 +7,7 @@ import posixpath
 import re
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,7 +141,7 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
     path = archive.path
     images: list[tuple[str, int, int]] = []
     labels: dict[str, str] = {}
-    for name, offset, size in _with_links(_files_in(path), path):
+    for name, offset, size in _with_links(path):
         if name.endswith(".cls"):
             labels[_key(name)] = read_part(path, offset, size).decode(errors="replace").strip()
         elif is_image(name):
@@ -160,20 +160,25 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
         yield Member(f"{folder}{name}", label, number, offset, size)
 
 
-def _with_links(
-    files: Iterable[tuple[str, int, int, str]], archive: Path
-) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, bytes) of all files, of links those of what they link to. Raises UserError for
-    a link to an image that is not in the archive."""
+def _with_links(archive: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, bytes) of the files in an archive without hidden ones, of links those of what
+    they link to. Raises UserError for a link to what is not in the archive."""
     links: dict[str, str] = {}
-    places: dict[str, tuple[int, int]] = {}
-    for name, offset, size, target in files:
+    for name, offset, size, target in _files_in(archive):
         if target:
             links[name] = target
-            continue
-        places[name] = offset, size
-        if not _is_hidden(name):
+        elif not _is_hidden(name):
             yield name, offset, size
+    if not links:
+        return
+
+    # a second pass, because the places of all files would fill the memory of an archive of millions
+    targets = {*links.values()}
+    places = {
+        name: (offset, size)
+        for name, offset, size, target in _files_in(archive)
+        if name in targets and not target
+    }
     left_out = 0
     for name, target in links.items():
         if _is_hidden(name):

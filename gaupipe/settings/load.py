@@ -149,11 +149,7 @@ def with_anytime(settings: Settings, now: Settings) -> Settings:
     """The settings, but for those that may change at any time, which are as in ``now``."""
     tree = settings.model_dump(mode="json")
     for name, value in flatten(now, Scope.RUN, Scope.STUDENT).items():
-        *sections, leaf = name.split(".")
-        inside = tree
-        for section in sections:
-            inside = inside[section]
-        inside[leaf] = value
+        set_value(tree, name, value, name)
     return Settings.model_validate(tree)
 
 

@@ -56,10 +56,10 @@ class LocalSettings(Section):
 
 
 class PhaseASettings(Section):
-    """Phase A: the teacher, whose attention maps the student learns from. Not
-    every teacher reads all settings: ``vit`` reads ``teacher_args``, ``max_epochs``,
-    ``stop_accuracy``, ``augment`` and ``optim``, a ViT that was trained before ``teacher_args`` and
-    ``augment``, and ``local`` its section ``local``."""
+    """Phase A: the teacher, whose attention maps the student learns from. Not every teacher reads
+    all settings: ``vit`` reads ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and
+    ``optim``, a ViT that was trained before ``teacher_args`` and ``augment``, and ``local`` its
+    section ``local``."""
 
     teacher: ModelName = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.

@@ -206,14 +206,12 @@ def has_components(weights: dict[str, Tensor]) -> bool:
     """True for a ViT whose residual stream may be turned: standard attention and FFN alone read it,
     each behind a LayerNorm whose bias its own can take over, and add to it."""
     modules = {parts_of_name(name)[1] for name in weights}
-    for module in modules & NORM_BEFORE.keys():
-        names = [name for name in weights if parts_of_name(name)[1] == module]
-        if not any(name.endswith(".bias") for name in names):
-            return False
+    biased = {parts_of_name(name)[1] for name in weights if name.endswith(".bias")}
+    behind_norms = modules & NORM_BEFORE.keys()
     others = {"attn.v", "attn.z", "attn.gate", "attn.proj_local", "attn.proj_parallel", "norm_pre"}
-    is_layer_norm = "blocks.0.norm1.bias" in weights  # RMSNorm has none, and removes no mean
-    standard = {"norm1", "norm2", "attn.qkv"} <= modules and modules.isdisjoint(others)
-    return standard and is_layer_norm
+    if not ({"norm1", "norm2", "attn.qkv"} <= modules and modules.isdisjoint(others)):
+        return False
+    return {"norm1", *behind_norms} <= biased  # RMSNorm has no bias, and removes no mean
 
 
 def in_components(weights: dict[str, Tensor], spread: Tensor, width: int) -> dict[str, Tensor]:

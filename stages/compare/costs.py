@@ -4,8 +4,8 @@ measured while it trained. Phase A and the export count too.
 Counted are the products of linear layers, convolutions and attention, as torch's FlopCounterMode
 finds them; a flop of torch's is half a multiply-add. A training step counts as three forward
 passes, an exported map and an image of a linear probe as one. Left out are the evaluation after
-each epoch, a warm start, and
-every operation but products of matrices, such as norms and the softmax.
+each epoch, a warm start, and every operation but products of matrices, such as norms and the
+softmax.
 """
 
 from __future__ import annotations

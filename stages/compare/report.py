@@ -193,13 +193,16 @@ def over_controls(rows: Sequence[RowResult]) -> Family:
     """For each control, seed by seed, the final accuracy of the student with the same attention
     minus the control's. Where ``--row`` left that student out there is no difference."""
     by_name = {row.row: row for row in rows}
-    differences_of: Family = {}
-    for control in (by_name[name] for name in CONTROLS if name in by_name):
-        for row in rows:
-            if row.row.startswith(DISTILLED) and row.attention == control.attention:
-                differences_of[control.row] = _seed_by_seed(row, control)
-                break
-    return differences_of
+    controls = [by_name[name] for name in CONTROLS if name in by_name]
+    students: dict[str, RowResult] = {}
+    for row in rows:
+        if row.row.startswith(DISTILLED):
+            students.setdefault(row.attention, row)
+    return {
+        control.row: _seed_by_seed(students[control.attention], control)
+        for control in controls
+        if control.attention in students
+    }
 
 
 def _seed_by_seed(row: RowResult, other: RowResult) -> list[float | None]:

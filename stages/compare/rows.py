@@ -22,6 +22,7 @@ from gaupipe.settings import (
 from gaupipe.settings.load import ByName, check_distilled, check_plain, parse, set_value
 from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
+from stages.runs.choices import WITH_A_TEACHER
 
 BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
@@ -148,7 +149,7 @@ def _check_is_read(changes: ByName, plain: bool, where: str) -> None:
         return
     check_plain(changes, where)
     for name in changes:
-        if name.partition(".")[0] in ("phase_a", "export", "phase_b"):
+        if f"{name}.".startswith(WITH_A_TEACHER):
             raise UserError(f"{where} {name}: a plain row has no teacher: leave it out")
 
 

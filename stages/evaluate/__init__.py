@@ -250,8 +250,8 @@ def teacher_agreement(
     for block, layer in enumerate(teacher_maps.layers):
         if layer is None:
             kls[block] = None
-    agreement: Agreement = {"teacher_images": count, "map_kl": kls}
-    share = int(distributed.all_reduce_sum(same)) / count
+    agreement: Agreement = {"teacher_images": count}
     if StoreNotes.of(maps.schema).has_predictions:
-        agreement = {"teacher_images": count, "teacher_agreement": share, "map_kl": kls}
+        agreement["teacher_agreement"] = int(distributed.all_reduce_sum(same)) / count
+    agreement["map_kl"] = kls
     return agreement

@@ -200,7 +200,8 @@ class LiveMaps:
         self.blocks = list(range(self.layers))
         self.extra = names_of_tokens(model)
         self.labelled = not isinstance(data.train.source, PreparedImages)
-        self.explains = classifies(model)
+        self.predicts = classifies(model)
+        self.explains = self.predicts
         """Whether there is a :meth:`relevance`."""
         self._latest: tuple[object, Batch, Traced] | None = None
 
@@ -224,7 +225,7 @@ class LiveMaps:
             grid=self.grid,
             map=maps.__getitem__,
             label=int(batch.labels[0]) if self.labelled else None,
-            logits=traced.logits[0].detach() if classifies(self.model) else None,
+            logits=traced.logits[0].detach() if self.predicts else None,
             extra=self.extra,
             by=self.name,
         )

@@ -152,8 +152,8 @@ def attention(
     _check("--layer", layer, maps.layers, where)
     _check("--view", view, views, where)
 
-    shown = chosen_map(image, maps.see(image, drawing, view), layer, head, query)
-    shown = replace(shown, block=maps.blocks[layer])
+    seen = maps.see(image, drawing, view)
+    shown = chosen_map(image, seen, layer, maps.blocks[layer], head, query)
     taken = None
     try:
         data = maps.data
@@ -174,7 +174,9 @@ def attention(
     return shown
 
 
-def chosen_map(image: int, seen: ImageMaps, layer: int, head: str, query: str | None) -> ImageMap:
+def chosen_map(
+    image: int, seen: ImageMaps, layer: int, block: int, head: str, query: str | None
+) -> ImageMap:
     """One map of an image, as :func:`attention` returns it, without a file."""
     if query is None:
         height, width = seen.grid
@@ -205,7 +207,7 @@ def chosen_map(image: int, seen: ImageMaps, layer: int, head: str, query: str | 
         probability=prediction.probability,
         by=seen.by,
         layer=layer,
-        block=layer,
+        block=block,
         head=int(head) if head.isdecimal() else head,
         query=int(query) if query.isdecimal() else query,
         grid=list(seen.grid),

@@ -159,8 +159,8 @@ def export_memory(
     else:
         memory = PROCESS_BYTES + 4 * count_parameters(model) + bytes_of_images(data)
     shard = max(int(shard_mb * 1e6), schema.bytes_per_image)
-    # one is made, one put together
     wider = bytes_in_memory(schema) / schema.bytes_per_image
+    # beside those that are written one is made and one put together
     memory += round(wider * min((WRITERS + 2) * shard, 2 * schema.total_bytes))
     if select_device(settings.device, settings.threads).type == "cpu":
         memory += memory_of_maps(settings, model, schema)

@@ -24,7 +24,7 @@ from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData, utf8
 from gaupipe.distillation.notes import Drawing
 from gaupipe.system.errors import UserError
-from gaupipe.vit.heads import classifies, reads_class_token
+from gaupipe.vit.heads import reads_class_token
 from stages.look.colours import colours
 from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
 from stages.look.measures import divergence, numbers, with_mean_and_rollout
@@ -185,8 +185,7 @@ class Viewer:
                 labels = images.labels if shown.labelled else None
                 parts = partial(shown.predictions, split)
                 classes = shown.data.num_classes
-                predicts = classifies(shown.model)
-                made = Gallery(len(images), classes, parts, labels, shown.labelled, predicts)
+                made = Gallery(len(images), classes, parts, labels, shown.labelled, shown.predicts)
             self._galleries[split, name] = made
             return made
 
