@@ -30,13 +30,13 @@ from timing import record, spread
 from torch.multiprocessing import spawn
 
 from gaupipe.data.batches import Batch
-from gaupipe.distillation import gaussian_teacher
 from gaupipe.distillation.export import make_schema, outputs
-from gaupipe.distillation.gaussian_teacher import TeacherLoss
 from gaupipe.distillation.store_choice import chosen
-from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings.load import load
 from gaupipe.system import distributed
+from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.gaussian import TeacherLoss
 from gaupipe.training.job import LabelLosses, StepLosses
 from gaupipe.training.student import build_student
 from stages.plan import random_data

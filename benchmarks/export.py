@@ -23,14 +23,15 @@ from timing import record, spread
 
 import store
 from gaupipe.data.splits import load_data
-from gaupipe.distillation import gaussian_teacher, vit_teacher
 from gaupipe.distillation.export import decoder, make_schema
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import chosen
-from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.models import save_student
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
+from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers import vit as vit_teacher
+from gaupipe.teachers.base import TeacherJob
 from stages.export.writing import write
 
 

@@ -30,10 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
-from gaupipe.distillation.kinds import MAP_KINDS, StoredAttention
-from gaupipe.distillation.local import LocalMaps
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps
-from gaupipe.distillation.store_choice import MapShape
+from gaupipe.maps.stored import StoredAttention
+from gaupipe.teachers.base import MapShape
+from gaupipe.teachers.local import LocalMaps
 from gaupipe.training.job import hard_loss
 
 GROUPS = {

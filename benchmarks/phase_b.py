@@ -44,9 +44,10 @@ import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
 from gaupipe import capture
 from gaupipe.attention import STUDENTS
-from gaupipe.distillation.kinds import MAP_KINDS, StoredAttention, StoredRows
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, soft_loss
 from gaupipe.maps.gaussians import expected_map
+from gaupipe.maps.stored import StoredAttention, StoredRows
 from gaupipe.maps.views import top_k
 from gaupipe.training.job import hard_loss
 

@@ -30,10 +30,11 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings, OptimSettings
 from gaupipe.settings.augment import AugmentSettings
-from gaupipe.teachers.pretrained import load_vit
-from gaupipe.teachers.vit import VitTeacher, spread_of
+from gaupipe.teachers.readable_vit import VitTeacher
+from gaupipe.teachers.vit import load_vit
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model
+from gaupipe.vit.inputs import spread_of
 from gaupipe.vit.slicing import slice_weights
 
 CPU = torch.device("cpu")

@@ -31,8 +31,8 @@ from gaupipe.attention import comparing
 from gaupipe.data.decoding import is_image, read_rgb, refusing
 from gaupipe.models import STUDENT_FILES, convert
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.pretrained import pretrained
 from gaupipe.vit.build import created
+from gaupipe.vit.pretrained import pretrained
 from gaupipe.vit.saving import load_folder
 
 OPTIONS = {"belief2": {"zz": False}}  # as the Belief2 paper advises for trained weights

@@ -15,10 +15,10 @@ import store
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.local import local_maps
-from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics, read_metrics
+from gaupipe.teachers.local import local_maps
+from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.training.student import untrained_student
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_student

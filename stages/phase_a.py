@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation import gaussian_teacher, local, vit_teacher
-from gaupipe.distillation.local import LocalJob, described
-from gaupipe.distillation.probe import source_of_probe
-from gaupipe.distillation.teacher import TeacherJob, ending
-from gaupipe.distillation.vit_teacher import (
+from gaupipe.settings import Settings
+from gaupipe.system import distributed
+from gaupipe.system.files import write_whole
+from gaupipe.system.progress import EpochMetrics, read_metrics, say
+from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers import local
+from gaupipe.teachers import vit as vit_teacher
+from gaupipe.teachers.base import TeacherJob, ending
+from gaupipe.teachers.gaussian_vit import Teacher
+from gaupipe.teachers.local import LocalJob, described
+from gaupipe.teachers.probe import source_of_probe
+from gaupipe.teachers.readable_vit import VitTeacher
+from gaupipe.teachers.vit import (
     VitJob,
     measure,
     probe_where_others_are_predicted,
     say_own_head,
     say_what_students_lack,
 )
-from gaupipe.settings import Settings
-from gaupipe.system import distributed
-from gaupipe.system.files import write_whole
-from gaupipe.system.progress import EpochMetrics, read_metrics, say
-from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.vit import VitTeacher
 from gaupipe.training.job import Training, train, training_state
 from gaupipe.vit.saving import save_student
 from stages.runs import ranks

@@ -12,7 +12,6 @@ import numpy as np
 
 import store
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation import local
 from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.job import build as build_distilled
 from gaupipe.distillation.warm_start import start_from_teacher
@@ -20,10 +19,12 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers.vit import VitTeacher, spread_of
+from gaupipe.teachers import local
+from gaupipe.teachers.readable_vit import VitTeacher
 from gaupipe.training.job import Training, train
 from gaupipe.training.job import build as build_plain
 from gaupipe.training.student import build_student
+from gaupipe.vit.inputs import spread_of
 from stages.runs import kept_epochs, students
 from stages.runs.directory import RunDirectory
 from stages.runs.opening import opened

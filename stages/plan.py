@@ -16,14 +16,17 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.distillation import gaussian_teacher, local, vit_teacher
 from gaupipe.distillation.job import PRELOAD_BYTES
-from gaupipe.distillation.store_choice import MapShape, planned_export
-from gaupipe.distillation.vit_teacher import build_model
+from gaupipe.distillation.store_choice import planned_export
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
+from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers import local
+from gaupipe.teachers import vit as vit_teacher
+from gaupipe.teachers.base import MapShape
+from gaupipe.teachers.vit import build_model
 from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student
 from stages.runs.resources import (

@@ -22,8 +22,8 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
 from gaupipe.system.terminal import aligned
-from gaupipe.teachers.pretrained import load_model
 from gaupipe.vit.heads import classifies
+from gaupipe.vit.pretrained import load_model
 from gaupipe.vit.saving import class_names
 
 Classes = tuple[tuple[str, float], ...]

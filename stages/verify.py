@@ -13,14 +13,14 @@ import torch
 import store
 from gaupipe.data.batches import Batches
 from gaupipe.distillation.export import decoder, outputs
-from gaupipe.distillation.files import open_model
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.notes import StoreNotes
-from gaupipe.distillation.probe import fit_probe
-from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.distillation.vit_teacher import other_teacher
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
+from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.files import open_model
+from gaupipe.teachers.notes import StoreNotes
+from gaupipe.teachers.probe import fit_probe
+from gaupipe.teachers.vit import other_teacher
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher
 from store.encoding import LOG_STD_STEP, MEAN_STEP

@@ -9,9 +9,9 @@ from torch.nn.functional import cross_entropy
 import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS, comparing
 from gaupipe.attention.standard import in_steps
-from gaupipe.distillation.kinds import StoredGaussians, StoredRows
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, feature_loss
 from gaupipe.maps.gaussians import expected_map
+from gaupipe.maps.stored import StoredGaussians, StoredRows
 from gaupipe.models import forward_with_maps, run_blocks
 from oracles import divergence
 

@@ -18,10 +18,10 @@ import torch
 
 from arguments import sets, tiny
 from damage import contents, differing
-from gaupipe.distillation import gaussian_teacher
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
 from gaupipe.system import distributed
+from gaupipe.teachers import gaussian as gaussian_teacher
 from killing import KILLED, AtFile, until_it_ends
 from pictures import write_idx
 from runs import named_like_packages, results

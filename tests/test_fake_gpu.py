@@ -18,11 +18,11 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import train_and_val
 from gaupipe.data.loader import Loader, fetch
 from gaupipe.data.splits import load_data
-from gaupipe.distillation import gaussian_teacher
-from gaupipe.distillation.gaussian_teacher import TeacherLoss
 from gaupipe.distillation.job import MapReader, StudentLosses
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings.load import load
+from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers.gaussian import TeacherLoss
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.job import LabelLosses
 from stages import phase_a, phase_b

@@ -236,7 +236,7 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
     assert code == 2 and f"was started with the weights in {folder / 'weights'}, sha256" in err
     other.write_bytes(before)
     with monkeypatch.context() as patch:
-        patch.delattr("gaupipe.teachers.pretrained.load_folder")
+        patch.delattr("gaupipe.vit.pretrained.load_folder")
         assert in_process(*again)[0] == 0
     unbroken, resumed = (
         metrics(tmp_path / name / "plain/standard/metrics.jsonl") for name in ("unbroken", "run")

@@ -17,7 +17,7 @@ from gaupipe.models import convert, forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.gaussian_vit import Teacher
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
 from stages import phase_a, phase_b

@@ -9,10 +9,10 @@ import timm
 import torch
 
 from arguments import sets
-from gaupipe.distillation import vit_teacher
 from gaupipe.models import save_student
 from gaupipe.settings.load import parse, with_overrides
-from gaupipe.teachers.vit import parts_of_teachers
+from gaupipe.teachers import vit as vit_teacher
+from gaupipe.teachers.readable_vit import parts_of_teachers
 from pictures import facts, photos
 from stages.run import speed_of
 from stages.runs.choices import choose

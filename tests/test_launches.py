@@ -17,11 +17,12 @@ import store
 from gaupipe.data.buckets import Buckets
 from gaupipe.data.draws import RANDAUGMENT, uniforms
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation import gaussian_teacher, local
 from gaupipe.distillation import job as distillation
-from gaupipe.distillation.store_choice import MapShape
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.load import load
+from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers import local
+from gaupipe.teachers.base import MapShape
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import Epoch
 from gaupipe.training.job import build, train, training_state

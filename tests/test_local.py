@@ -12,14 +12,14 @@ from torch.nn.functional import cross_entropy
 
 import gaupipe
 from gaupipe.attention.base import StudentAttention
-from gaupipe.distillation.local import LocalMaps, local_maps, wrong_places
 from gaupipe.distillation.losses import ConstantMaps, FeatureLoss, TeacherMaps
-from gaupipe.distillation.store_choice import MapShape
 from gaupipe.maps.gaussians import local_map
 from gaupipe.models import forward_with_maps
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
+from gaupipe.teachers.base import MapShape
+from gaupipe.teachers.local import LocalMaps, local_maps, wrong_places
 
 STDS = [0.7, 1.5, 3.0, 0.7]
 

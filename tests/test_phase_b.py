@@ -19,7 +19,6 @@ from exports import write_store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.gaussian_teacher import build_teacher
 from gaupipe.distillation.job import MapsOfEpoch, other_images
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.student import check_student
@@ -28,6 +27,7 @@ from gaupipe.models import forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.gaussian import build_teacher
 from gaupipe.training import job as training_job
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import classification_metrics

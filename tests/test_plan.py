@@ -16,13 +16,13 @@ from PIL import Image
 import store
 from arguments import sets
 from gaupipe.data.splits import load_data
-from gaupipe.distillation import gaussian_teacher
 from gaupipe.distillation.export import decoder, make_schema
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings.load import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError, mistake_of
-from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers.gaussian_vit import Teacher
 from stages import plan
 from stages.runs import resources
 from stages.runs.resources import check_resources, make_plan
@@ -266,7 +266,7 @@ def test_an_export_of_large_maps_takes_fewer_images_at_once(monkeypatch, tmp_pat
     digits = load("digits_expected", [*config, "export.kind=dense"])
     of_batch = plan.run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
     monkeypatch.setattr(
-        "gaupipe.distillation.teacher.MOST_NUMBERS", 50 * 4 * 4 * 16**2
+        "gaupipe.teachers.base.MOST_NUMBERS", 50 * 4 * 4 * 16**2
     )  # 50 images, all blocks
     fewer = plan.run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
     maps = 4 * 150 * 2 * 4 * 16**2  # 150 images less, stored blocks, heads, tokens

@@ -8,8 +8,8 @@ import torch
 
 from arguments import sets
 from gaupipe.data.splits import Split
-from gaupipe.distillation.probe import check_probe, fitted, stratified
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.probe import check_probe, fitted, stratified
 from gaupipe.vit.saving import save_student
 from pictures import photos
 from vits import small

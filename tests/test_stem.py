@@ -11,12 +11,12 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.utils import ModelEmaV3
 
 import gaupipe.models
-from gaupipe.distillation import vit_teacher
-from gaupipe.distillation.gaussian_teacher import build_teacher
 from gaupipe.distillation.warm_start import warm_start
 from gaupipe.settings import OptimSettings, Settings
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
+from gaupipe.teachers import vit as vit_teacher
+from gaupipe.teachers.gaussian import build_teacher
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student, untrained_student
 from gaupipe.vit.stem import ConvPatchEmbed

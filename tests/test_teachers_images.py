@@ -17,13 +17,13 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.distillation.vit_teacher import build
 from gaupipe.models import save_student
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import load
-from gaupipe.teachers.vit import VitTeacher
+from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.readable_vit import VitTeacher
+from gaupipe.teachers.vit import build
 from pictures import photos
 from stages.run import run as run_all
 from stages.verify import against_teacher

@@ -26,8 +26,6 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import MapsOfEpoch, identity_of_maps
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.notes import Drawing, StoreNotes
-from gaupipe.distillation.probe import fit_probe
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.warm_start import start_from_teacher, warm_start
@@ -36,7 +34,9 @@ from gaupipe.models import forward_with_maps, save_student
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.vit import has_standard_attention
+from gaupipe.teachers.notes import Drawing, StoreNotes
+from gaupipe.teachers.probe import fit_probe
+from gaupipe.teachers.readable_vit import has_standard_attention
 from gaupipe.vit.slicing import slice_weights, spread_of_stream
 from pictures import photos
 from runs import metrics
@@ -779,7 +779,7 @@ def test_the_probe_of_phase_a_is_read_by_the_export(run, tmp_path, in_process, m
     phase_a.run(settings, tmp_path / "next")
     stored = tmp_path / "next" / "phase_a" / "probe.pt"
     with monkeypatch.context() as patch:
-        patch.setattr("gaupipe.distillation.vit_teacher.fit_probe", None)  # not called
+        patch.setattr("gaupipe.teachers.vit.fit_probe", None)  # not called
         write_store(tmp_path / "next")
     whole = stored.read_bytes()
     saved = torch.load(stored, weights_only=True)

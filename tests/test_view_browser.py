@@ -18,12 +18,12 @@ from PIL import Image
 
 import store
 from arguments import tiny
-from gaupipe.distillation.files import open_model
 from gaupipe.distillation.kinds import MAP_KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import save_student
 from gaupipe.settings.load import load
-from gaupipe.teachers.gaussian import Decoder
+from gaupipe.teachers.files import open_model
+from gaupipe.teachers.gaussian_vit import Decoder
 from gaupipe.training.scores import predictions
 from stages.look import inspect
 from stages.look.image_maps import StoredMaps, images_of

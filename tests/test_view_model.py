@@ -12,10 +12,10 @@ from PIL import Image
 
 import gaupipe.models  # noqa: F401
 import store
-from gaupipe.distillation.files import fitted, open_model
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
+from gaupipe.teachers.files import fitted, open_model
 from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import run_blocks
 from stages.runs import resources

@@ -15,9 +15,9 @@ from PIL import Image
 
 import gaupipe
 from gaupipe.data.prepared import PreparedImages
-from gaupipe.distillation.files import open_model
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.files import open_model
 from gaupipe.vit.saving import class_names
 from stages.look.colours import colours
 from stages.look.measures import numbers, with_mean_and_rollout

@@ -15,8 +15,8 @@ import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.pretrained import load_vit
-from gaupipe.teachers.vit import VitTeacher
+from gaupipe.teachers.readable_vit import VitTeacher
+from gaupipe.teachers.vit import load_vit
 from vits import TINY, randomised, small
 
 GAUVIT = "gauvit_pico_patch2_8"
@@ -39,7 +39,7 @@ def empty_cache(monkeypatch):
     """Replaces the cache of published weights: calling it with a file puts that there."""
 
     def put(file: str | None) -> None:
-        found = "gaupipe.teachers.pretrained.try_to_load_from_cache"
+        found = "gaupipe.vit.pretrained.try_to_load_from_cache"
         monkeypatch.setattr(found, lambda *_arguments, **_keywords: file)
 
     put(None)

@@ -25,9 +25,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse, Rectangle
 
 from gaupipe import open_run
-from gaupipe.distillation import gaussian_teacher
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.models import forward_with_maps
+from gaupipe.teachers import gaussian as gaussian_teacher
 
 INK, RED, BLUE, GREY = "#222222", "#c0392b", "#2b6cb0", "#b5b5b5"
 OUTSIDE = 2.0

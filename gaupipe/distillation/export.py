@@ -13,12 +13,12 @@ from torch import Tensor
 import store
 from gaupipe.data.batches import Batches
 from gaupipe.distillation.kinds import MAP_KINDS, Attention
-from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.distillation.store_choice import check_export
-from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import ExportSettings
-from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.vit import VitMaps
+from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.gaussian_vit import Teacher
+from gaupipe.teachers.notes import Drawing, StoreNotes
+from gaupipe.teachers.readable_vit import VitMaps
 from store.encoding import LARGEST_MEAN, MEAN_STEP
 
 

@@ -19,10 +19,10 @@ from gaupipe.data.mixing import mixed_targets
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft_loss
-from gaupipe.distillation.notes import Drawing, StoreNotes
 from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.training.job import (
     EpochPlan,
     LabelLosses,

@@ -7,8 +7,7 @@ Gaussian, E embedding width, K keys of a query.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -16,13 +15,17 @@ import torch
 from torch import Tensor, nn
 
 import store
-from gaupipe.maps.gaussians import RAW_SIZE, Geometry, expected_axes, from_raw, move, outer
-from gaupipe.maps.views import from_top_k, move_map, top_k, without_prefix
+from gaupipe.maps.gaussians import RAW_SIZE, from_raw
+from gaupipe.maps.stored import (
+    StoredAttention,
+    StoredGaussians,
+    StoredRows,
+)
+from gaupipe.maps.views import from_top_k, top_k
 from gaupipe.system.errors import UserError, one_line
-from gaupipe.teachers.gaussian import Decoder, GaussianMaps, Teacher
-from gaupipe.teachers.vit import VitMaps
+from gaupipe.teachers.gaussian_vit import Decoder, GaussianMaps, Teacher
+from gaupipe.teachers.readable_vit import VitMaps
 
-Grid = tuple[int, int]
 Arrays = dict[str, Tensor]
 """Arrays [B, ...] by name, before they are stored."""
 Stored = dict[str, np.ndarray]
@@ -32,68 +35,9 @@ Attention = GaussianMaps | VitMaps
 """The attention that a teacher's ``forward_with_maps`` returns."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a student sees of a stored block: some ``heads`` (all for None), in views of the images
-    (``geometry``), on another ``grid`` (h, w); None leaves each as it is stored."""
-
-    heads: Sequence[int] | None = None
-    geometry: Geometry | None = None
-    grid: Grid | None = None
-
-
-AS_STORED = Seen()
-
-
-class StoredGaussians:
-    """Gaussians [B, L, H, T, 4] of a batch on a ``grid`` (h, w), read from a store."""
-
-    def __init__(self, gaussians: Tensor, grid: Grid) -> None:
-        self.gaussians = gaussians
-        self.grid = grid
-
-    def rows(self, layer: int) -> Tensor:
-        """A block's whole map [B, H, T, T] float32 as it is stored; rows sum to 1."""
-        return self.map(layer)
-
-    def axes(self, layer: int, seen: Seen = AS_STORED) -> tuple[Tensor, Tensor]:
-        """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
-        gaussians = select_heads(self.gaussians[:, layer].float(), seen.heads)
-        moved = move(gaussians, seen.geometry, self.grid, seen.grid)
-        return expected_axes(moved, seen.grid or self.grid)
-
-    def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
-        """A block's map [B, H, T, T] float32; rows sum to 1."""
-        return outer(*self.axes(layer, seen))
-
-
-class StoredRows:
-    """Maps of a batch on a ``grid`` (h, w), read from a store. ``rows`` gives the map [B, H, P + T,
-    P + T] float32 of a block; P class and register tokens come first."""
-
-    def __init__(self, rows: Callable[[int], Tensor], grid: Grid, prefix: int = 0) -> None:
-        self.rows = rows
-        self.grid = grid
-        self.prefix = prefix
-
-    def axes(self, layer: int, seen: Seen = AS_STORED) -> None:
-        """A map of this kind has no factors."""
-
-    def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
-        """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
-        patches, _ = without_prefix(select_heads(self.rows(layer), seen.heads), self.prefix)
-        return move_map(patches, seen.geometry, self.grid, seen.grid)
-
-
-StoredAttention = StoredGaussians | StoredRows
 Reader = Callable[[Stored], StoredAttention]
 ReadGaussians = Callable[[dict[str, Tensor]], Tensor]
 """From the arrays of a batch to its Gaussians [B, L, H, T, 4]."""
-
-
-def select_heads(values: Tensor, heads: Sequence[int] | None) -> Tensor:
-    """The heads chosen of [B, H, ...]; None is all."""
-    return values if heads is None else values[:, list(heads)]
 
 
 class MapKind:

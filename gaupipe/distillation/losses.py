@@ -22,8 +22,8 @@ from gaupipe.attention.base import fused_attention
 from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.mixing import Mix, mixed_map
-from gaupipe.distillation.kinds import Seen, StoredAttention
 from gaupipe.maps.gaussians import Geometry, outer
+from gaupipe.maps.stored import Seen, StoredAttention
 from gaupipe.system.errors import UserError
 from gaupipe.vit.forward import run_blocks
 

@@ -4,43 +4,19 @@ can give."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import store
-from gaupipe.distillation.kinds import MAP_KINDS, Grid
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import ExportSettings, PhaseBSettings, Settings
 from gaupipe.settings.sections import problem
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.base import MapShape
+from gaupipe.teachers.gaussian_vit import Teacher
 from gaupipe.vit.slicing import evenly_spaced
-
-
-@dataclass(frozen=True)
-class MapShape:
-    """The shape of the maps of a teacher or a store."""
-
-    grid: tuple[int, int]
-    layers: int
-    heads: int
-
-    @classmethod
-    def of(cls, model: Any) -> MapShape:
-        """Of the maps of a teacher, which knows them, or of a ViT of timm's."""
-        if not isinstance(model, VisionTransformer):
-            return cls(model.grid, model.layers, model.heads)
-        first: Any = model.blocks[0]
-        return cls(tuple(model.patch_embed.grid_size), len(model.blocks), first.attn.num_heads)
-
-    def stored(self, export: ExportSettings) -> MapShape:
-        """Of the maps that an ``export`` stores of these."""
-        layers = self.layers if export.layers is None else len(export.layers)
-        return MapShape(export.grid or self.grid, layers, self.heads)
-
 
 SHARE_OF_KEYS = 4
 """One key in so many is stored. Of DeiT-Ti's maps on photos the mean total variation to the whole
@@ -124,14 +100,14 @@ def check_export(
     export: ExportSettings,
     settings: Settings,
     teacher: nn.Module,
-    grid: Grid,
+    grid: tuple[int, int],
     layers: int,
     prefix: str = "--",
 ) -> None:
     """Raises UserError for a store that cannot hold what a teacher shows.
 
     export     from :func:`chosen`
-    teacher    a :class:`~gaupipe.teachers.gaussian.Teacher`; anything else counts as a trained ViT
+    teacher    a Gaussian one; anything else counts as a trained ViT
     grid       (h, w) of the teacher's maps
     layers     the number of its blocks
     prefix     of ``kind``, ``k`` and ``views`` in messages

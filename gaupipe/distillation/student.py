@@ -8,10 +8,11 @@ from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.losses import check_maps
-from gaupipe.distillation.store_choice import MapShape, planned_export
+from gaupipe.distillation.store_choice import planned_export
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.base import MapShape
 from gaupipe.training.student import checked_student
 from gaupipe.vit.slicing import evenly_spaced
 

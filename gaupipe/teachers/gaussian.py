@@ -1,229 +1,240 @@
-"""A ViT with GauAttention as a teacher: its Gaussians, two forward modes and attention maps.
+"""The training of a teacher with GauAttention, until its training accuracy enters the window.
 
-Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding width,
-C classes.
+Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, C classes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from gaupipe.attention.gaussian import GaussianAttention
-from gaupipe.maps.gaussians import (
-    RAW_SIZE,
-    expected_axes,
-    from_raw,
-    initial_raw,
-    outer,
-    sample,
-)
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.buckets import Buckets
+from gaupipe.data.splits import ImageData
+from gaupipe.distillation.student import check_student
+from gaupipe.maps.gaussians import move
+from gaupipe.settings import Settings
+from gaupipe.system.device import choose_precision, select_device
+from gaupipe.teachers.base import TeacherJob, ending, identity
+from gaupipe.teachers.gaussian_vit import Teacher
 from gaupipe.teachers.image_state import ImageState
-from gaupipe.teachers.vit import sha256_of
-from gaupipe.vit.forward import run_blocks
+from gaupipe.training.epochs import loop
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.scores import Score, score
+from gaupipe.training.state import TrainingState
+from gaupipe.training.update import per_image_gradient
+from gaupipe.vit.build import build_vit
 
-AT_ONCE = 2**18
-"""Numbers of a map that are computed at once on a CPU: they stay in its cache."""
-
-
-@dataclass(eq=False)
-class GaussianMaps:
-    """The attention of a batch from a teacher with Gaussians."""
-
-    grid: tuple[int, int]
-    """(h, w) in tokens."""
-    gaussians: Tensor  # [B, L, H, T, 4]
-    parameters: Tensor | None = None
-    """[B, ...], of a teacher with per-image parameters."""
-    axes: Sequence[tuple[Tensor, Tensor]] = ()
-    """For each block the factors [B, H, T, h] and [B, H, T, w] of its map, if computed."""
-
-    @torch.no_grad()
-    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[B, L, H, T, T], computed in float32 and rounded to ``dtype``."""
-        images, layers, heads, tokens, _ = self.gaussians.shape
-        maps = self.gaussians.new_empty(images, layers, heads, tokens, tokens, dtype=dtype)
-        at_once = images
-        if maps.device.type == "cpu":
-            at_once = max(1, AT_ONCE // (heads * tokens * tokens))
-        for layer in range(layers):
-            for first in range(0, images, at_once):
-                part = slice(first, first + at_once)
-                if self.axes:
-                    along_y, along_x = (axis[part] for axis in self.axes[layer])
-                else:
-                    along_y, along_x = expected_axes(self.gaussians[part, layer], self.grid)
-                maps[part, layer] = outer(along_y, along_x)
-        return maps
+LABEL_PASSES = 8
+"""Forward passes with newly sampled points, over which a stochastic teacher's predictions are
+the mean."""
 
 
-class Decoder(nn.Module):
-    """Compression network: one two-layer network per block turns an image's embedding into its
-    Gaussians' raw numbers (*GauTransformer, section 3.3.2*)."""
+PRIOR_LR = 2e-2
+"""Learning rate of the shared prior, which the network's optimizer updates at every step."""
 
-    def __init__(self, layers: int, embedding: int, hidden: int, outputs: int) -> None:
+
+class TeacherLoss(nn.Module):
+    """The loss of the teacher on a batch."""
+
+    def __init__(self, job: TeacherJob[Teacher]) -> None:
         super().__init__()
-        self.embedding = embedding
-        self.weight1 = nn.Parameter(torch.randn(layers, embedding, hidden) / math.sqrt(embedding))
-        self.bias1 = nn.Parameter(torch.zeros(layers, hidden))
-        self.weight2 = nn.Parameter(
-            torch.randn(layers, hidden, outputs) * (0.1 / math.sqrt(hidden))
-        )
+        self.teacher = job.teacher
+        self.forward_teacher: Callable[..., Tensor] = job.teacher
+        if job.settings.compile:
+            self.forward_teacher = torch.compile(job.teacher)
 
-    def forward(self, embeddings: Tensor) -> Tensor:
-        """Raw numbers [B, L, outputs] of embeddings [B, L, E]. Their bias is the shared prior."""
-        with torch.autocast(embeddings.device.type, enabled=False):  # coordinates stay float32
-            hidden = torch.einsum("ble,leh->blh", embeddings.float(), self.weight1) + self.bias1
-            return torch.einsum("blh,lho->blo", nn.functional.gelu(hidden), self.weight2)
+    def forward(self, batch: Batch, parameters: Tensor | None, noise: Tensor | None) -> Tensor:
+        """The cross-entropy with the labels, mean over the batch.
 
-
-class Teacher(nn.Module):
-    """A ViT whose blocks hold :class:`~gaupipe.attention.gaussian.GaussianAttention`.
-
-    The raw numbers of a Gaussian are prior[block, head, query] plus the image's residual. The
-    per-image parameters are that residual, or with a ``compression`` (embedding, hidden) an
-    embedding that a :class:`Decoder` turns into it. Without ``prior`` the prior is not learned and
-    stays at mean 0 and std 1.
-
-    ``passes`` is the number of sampled passes of one prediction; None: one exact pass.
-    """
-
-    def __init__(
-        self,
-        vit: VisionTransformer,
-        parametrisation: str = "loc_scale",
-        prior: bool = True,
-        compression: tuple[int, int] | None = None,
-        passes: int | None = None,
-    ) -> None:
-        super().__init__()
-        block: Any  # timm says Module
-        for block in vit.blocks:
-            block.attn.give_gaussians()
-        self.vit = vit
-        self.parametrisation = parametrisation
-        self.passes = passes
-
-        self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
-        self.layers = len(vit.blocks)
-        self.heads = block.attn.num_heads
-        tokens = self.grid[0] * self.grid[1]
-        self.raw_shape = (self.layers, self.heads, tokens, RAW_SIZE[parametrisation])
-
-        # without a prior these stay at the start, to which an image's own numbers are added
-        start = initial_raw(parametrisation)
-        self.prior = nn.Parameter(start.expand(self.raw_shape).clone(), requires_grad=prior)
-        self.decoder = None
-        if compression:
-            self.decoder = Decoder(self.layers, *compression, math.prod(self.raw_shape[1:]))
-
-    @property
-    def per_image_shape(self) -> tuple[int, ...]:
-        """Shape of one image's parameters: [L, H, T, P], or [L, E] with a compression."""
-        if self.decoder is None:
-            return self.raw_shape
-        return (self.layers, self.decoder.embedding)
-
-    @torch.no_grad()
-    def weights(self) -> dict[str, Tensor]:
-        """The weights of its ViT, for a student that starts from them, with the prior of each block
-        in ``loc_scale`` by the name of a student's."""
-        gaussians = from_raw(self.prior, self.parametrisation)  # [L, H, T, 4]
-        log_std = gaussians[..., 2:].clamp_min(1e-6).log()
-        prior = torch.cat([gaussians[..., :2], log_std], dim=-1)
-        return self.vit.state_dict() | {
-            f"blocks.{layer}.attn.prior": prior[layer] for layer in range(self.layers)
-        }
-
-    def sha256(self, per_image: ImageState | None = None) -> str:
-        """A digest of the weights and of the per-image parameters. Collective."""
-        parameters = ""
-        if per_image is not None:
-            parameters = " ".join(["buckets", *per_image.sha256s()])
-        return sha256_of(self.state_dict(), parameters)
-
-    def gaussians(self, parameters: Tensor | None) -> Tensor:
-        """Gaussians [B, L, H, T, 4] of the images with these parameters ``[B, *per_image_shape]``;
-        the prior's, with B = 1, for None."""
-        raw = self.prior.unsqueeze(0)  # [1, L, H, T, P]
-        if parameters is not None:
-            residual = parameters
-            if self.decoder is not None:
-                residual = self.decoder(parameters)
-            raw = raw + residual.view(len(parameters), *self.raw_shape)  # [B, L, H, T, P]
-        return from_raw(raw, self.parametrisation)
-
-    @torch.no_grad()
-    def forward_with_maps(
-        self,
-        images: Tensor,
-        parameters: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Tensor, GaussianMaps]:
-        """(log-probabilities [B, C], attention) of images [B, channels, height, width] in eval
-        mode, with their ``parameters`` ``[B, *per_image_shape]``; None: the prior alone.
-        ``generator`` draws the points of sampled passes."""
-        gaussians = self.gaussians(parameters)  # [B or 1, L, H, T, 4]
-        gaussians = gaussians.expand(len(images), *gaussians.shape[1:])
-        axes: list[tuple[Tensor, Tensor]] = []
-        logits = self.predict(images, gaussians, self.passes, generator, axes)
-        return logits, GaussianMaps(self.grid, gaussians, parameters, axes)
-
-    @torch.no_grad()
-    def predict(
-        self,
-        images: Tensor,
-        gaussians: Tensor,
-        passes: int | None = None,
-        generator: torch.Generator | None = None,
-        axes: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:
-        """Log-probabilities [B, C] in eval mode: the mean of the probabilities of so many sampled
-        ``passes``, or with None one exact pass; a single pass at the means is not the function that
-        was trained. ``axes`` as in :meth:`forward`."""
-        if passes is None:
-            return self(images, gaussians, axes=axes).float().log_softmax(-1)
-        draws = [
-            self(images, gaussians, self.noise(images, generator)).float().log_softmax(-1)
-            for _ in range(passes)
-        ]
-        return torch.stack(draws).logsumexp(0) - math.log(passes)
-
-    def forward(
-        self,
-        images: Tensor,
-        gaussians: Tensor,
-        noise: Tensor | None = None,
-        axes: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:
-        """Logits [B, C] of images [B, channels, height, width].
-
-        gaussians   [B or 1, L, H, T, 4]
-        noise       [B, L, H, T, 2], standard normal: every query reads at one sampled point. None:
-                    through the exact expected map
-        axes        gets the two factors of each block's expected map, [B or 1, H, T, h] and
-                    [B or 1, H, T, w]
+        parameters   of the images, [B, *teacher.per_image_shape]; None: the shared prior alone
+        noise        [B, L, H, T, 2] of one sampled pass, or None: the expected map
         """
+        gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
+        gaussians = move(gaussians, batch.geometry, self.teacher.grid)
+        logits = self.forward_teacher(batch.images, gaussians, noise)  # [B, C]
+        return cross_entropy(logits, batch.labels)
 
-        def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
-            if noise is not None:
-                points = sample(gaussians[:, layer], noise[:, layer])  # [B, H, T, 2]
-                return attention.at_points(tokens, points, self.grid)
-            factors = expected_axes(gaussians[:, layer], self.grid)
-            if axes is not None:
-                axes.append(factors)
-            return attention.through(tokens, factors)
 
-        return run_blocks(self.vit, images, attend)
+def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path) -> None:
+    """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""
+    settings = job.settings
+    phase = settings.phase_a
+    data = job.data
+    per_image = job.per_image
+    training = job.batches(data.train, settings.data.batch_size)
+    evaluation = job.batches(data.train)
+    validation = job.batches(data.val)
+    augment = Augment(settings.phase_a_augment, settings.seed)
+    draws = Draws(job, training.buckets)
+    loss_module = TeacherLoss(job)
+    parameters = noise = None
 
-    def noise(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Standard normal numbers [B, L, H, T, 2] for one sampled pass."""
-        return torch.randn(
-            len(images), *self.raw_shape[:3], 2, generator=generator, device=images.device
+    with loop(settings, state, training, folder, "phase A", phase.max_epochs) as running:
+        update = running.update
+        for epoch in running.epochs():
+            draws.seed(settings.seed * 1_000_003 + epoch.number)
+            epoch.follow(draws.generators)
+            loss_of = update.data_parallel(loss_module)
+            # images [B, channels, h, w]
+            for batch in training.epoch(epoch.number, augment, first=epoch.first):
+                if per_image is not None:
+                    parameters = per_image.gather(batch.ids, job.device)  # leaf
+                if phase.mode == "stochastic":
+                    noise = draws.noise(batch)  # [B, L, H, T, 2]
+                with update.forward():
+                    loss = loss_of(batch, parameters, noise)
+                scale = update.backward(loss, batch.weight)
+                update.step()
+                # an image occurs once an epoch, so its parameters step at once
+                if per_image is not None and parameters is not None:
+                    per_image.update(batch.ids, per_image_gradient(parameters, scale))
+                epoch.add(len(batch), loss=loss)
+            losses = epoch.means()
+
+            trained = replace(job, teacher=state.kept)
+            train_acc = score_teacher(trained, evaluation, seen=True).acc
+            val_acc = None  # an image that is not trained has the shared prior alone
+            if phase.prior:
+                val_acc = score_teacher(trained, validation, seen=False).acc
+            metrics = epoch.metrics(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
+            state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
+            running.show(epoch, losses["loss"], train=train_acc, unseen=val_acc)
+            running.save(epoch, metrics)
+        if per_image is not None:
+            per_image.release()
+    running.progress.line(f"phase A: {ending(phase, state.metrics)}")
+
+
+class Draws:
+    """The random numbers of sampled passes: those of an image depend on its bucket and on the
+    images before it there, not on the rank."""
+
+    def __init__(self, job: TeacherJob[Teacher], buckets: Buckets) -> None:
+        self.teacher = job.teacher
+        self.count = buckets.count
+        self.generators = {number: torch.Generator(job.device) for number in buckets.rank_buckets()}
+
+    def seed(self, seed: int) -> None:
+        """Starts the draws of every bucket from (``seed``, bucket)."""
+        for number, generator in self.generators.items():
+            generator.manual_seed(seed * self.count + number)
+
+    def noise(self, batch: Batch) -> Tensor:
+        """Standard normal numbers [B, L, H, T, 2] for the images of a batch."""
+        images = batch.images.split([size for _, size in batch.parts])
+        parts = zip(images, batch.parts, strict=True)
+        return torch.cat(
+            [self.teacher.noise(part, self.generators[bucket]) for part, (bucket, _) in parts]
         )
+
+
+@torch.no_grad()
+def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> Score:
+    """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
+    shared prior alone. One sampled pass in ``stochastic`` mode."""
+    teacher = job.teacher.eval()
+    draws = Draws(job, batches.buckets)
+    draws.seed(job.settings.seed)
+    passes = None
+    if teacher.passes is not None:
+        passes = 1
+
+    def predictions() -> Iterator[tuple[Tensor, Tensor]]:
+        parameters = None
+        for batch in batches.rank_batches():
+            [(bucket, _)] = batch.parts  # one bucket in each batch, so that its draws are its own
+            if seen:
+                parameters = job.parameters(batch.ids)
+            gaussians = teacher.gaussians(parameters)
+            generator = draws.generators[bucket]
+            yield teacher.predict(batch.images, gaussians, passes, generator), batch.labels
+
+    return score(predictions())
+
+
+def checked_teacher(settings: Settings, data: ImageData, students: bool = True) -> Teacher:
+    """The teacher before its training, on the meta device: what does not fit is said before it is
+    allocated. Raises UserError for settings that do not fit, those of its students too unless
+    ``students`` is False."""
+    with torch.device("meta"):
+        teacher = build_teacher(settings, data)
+    if students:
+        check_student(settings, data, teacher, teacher.weights())
+    return teacher
+
+
+def build(
+    settings: Settings,
+    folder: Path,
+    data: ImageData,
+    *,
+    to_read: bool = False,
+    with_images: bool = True,
+) -> TeacherJob[Teacher]:
+    """Phase A, freshly started; per-image parameters are to lie in ``folder``/rows. ``to_read``: a
+    teacher that is not trained any more, with the parameters of all images and not only of this
+    rank's; ``with_images`` False leaves them out. Writes nothing; raises UserError."""
+    device = select_device(settings.device, settings.threads)
+    teacher = build_teacher(settings, data)
+    per_image = None
+    if with_images and settings.phase_a.learns_of_images:
+        rows = settings.phase_a.rows
+        buckets = Buckets(len(data.train), settings.data.num_buckets)
+        numbers = None
+        if to_read:
+            numbers = range(buckets.count)
+        per_image = ImageState(
+            buckets,
+            torch.zeros(teacher.per_image_shape),
+            lr=rows.lr,
+            folder=folder / "rows",
+            initial_std=rows.initial_std,
+            seed=settings.seed,
+            numbers=numbers,
+        )
+    return TeacherJob(settings, data, device, teacher.to(device), per_image)
+
+
+def build_teacher(settings: Settings, data: ImageData) -> Teacher:
+    """A freshly started teacher on the CPU."""
+    phase = settings.phase_a
+    torch.manual_seed(settings.seed)
+    vit = build_vit(settings.model, data, "gaussian")
+    compression = None
+    if phase.per_image == "embedding":
+        compression = (phase.compression.embedding, phase.compression.hidden)
+    passes = None
+    if phase.mode == "stochastic":
+        passes = LABEL_PASSES
+    return Teacher(vit, phase.parametrisation, phase.prior, compression, passes)
+
+
+def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
+    """The optimizer of the network and its schedule, freshly started."""
+    phase = job.settings.phase_a
+    teacher = job.teacher
+    steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
+    groups = []
+    if phase.prior:
+        groups.append({"params": [teacher.prior], "lr": PRIOR_LR, "weight_decay": 0.0})
+    if teacher.decoder:
+        decoder = [*teacher.decoder.parameters()]
+        decay = phase.optim.weight_decay
+        groups.append({"params": decoder, "lr": phase.optim.lr, "weight_decay": decay})
+    optimizer, schedule = build_optimizer(teacher.vit, phase.optim, phase.max_epochs, steps, groups)
+    return TrainingState(
+        teacher,
+        optimizer,
+        schedule,
+        phase.optim,
+        choose_precision(job.settings.precision, job.device, teacher.vit.embed_dim),
+        job.per_image,
+        identity=identity(job.settings, job.data),
+    )

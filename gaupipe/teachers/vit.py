@@ -1,355 +1,229 @@
-"""A trained vision transformer as a teacher, and the attention maps that it shows.
-
-Maps are read at the calls of torch's ``scaled_dot_product_attention``
-(:mod:`gaupipe.vit.attention_maps`), so any ViT that attends through that function can be read,
-whatever it does to queries and keys before (norms, rotary positions).
-
-Axis letters: B images, L blocks, H heads, P class and register tokens, T patches, C classes.
-"""
+"""A teacher that is an ordinary ViT: trained as plain training does, or trained before."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeGuard
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
-from timm.layers import Attention
-from timm.models.vision_transformer import Block, VisionTransformer
-from torch import Tensor, nn
+from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.attention import ATTENTION
-from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, Split
-from gaupipe.maps.views import pool_map, without_prefix
-from gaupipe.system.errors import UserError, one_line
-from gaupipe.vit.attention_maps import AttentionReader, attention_map, use_fused_attention
-from gaupipe.vit.slicing import spread_of_stream
+from gaupipe.data.folder import say_once
+from gaupipe.data.splits import ImageData
+from gaupipe.distillation.student import check_student
+from gaupipe.settings import Settings, TrainSettings
+from gaupipe.settings.load import parse
+from gaupipe.settings.sections import LOCAL
+from gaupipe.system import distributed
+from gaupipe.system.device import select_device
+from gaupipe.system.errors import UserError
+from gaupipe.system.progress import EpochMetrics
+from gaupipe.teachers.base import TeacherJob, identity
+from gaupipe.teachers.probe import check_probe, fit_probe
+from gaupipe.teachers.readable_vit import VitTeacher, parts_of_teachers, weights_of_patches
+from gaupipe.training.job import EpochPlan, LabelLosses, Training
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.scores import score_model
+from gaupipe.vit.build import build_vit, created
+from gaupipe.vit.inputs import SETTING
+from gaupipe.vit.pretrained import HUB, REMEDY, cached_weights, pretrained, published
 
-SETTING = "phase_a.teacher"
-IMAGES_OF_SPREAD = 128
-READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
-
-
-@dataclass(eq=False)
-class VitMaps:
-    """The attention of a batch from a ViT."""
-
-    blocks: Sequence[Tensor]
-    """For each block [B, H, T, T] float32, from patches to patches; rows sum to 1. With
-    the ``kept_prefix`` of its teacher [B, H, P + T, P + T]."""
-    grid: tuple[int, int]
-    """(h, w) in patches."""
-    dropped: Tensor
-    """[L, H]: the mean share of a patch's attention that class and register tokens had."""
-    pooled: Tensor | None = None
-    """[B, D] float32, of a teacher without predictions: the features that its head would get."""
-
-    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[B, L, H, T, T], rounded to ``dtype``."""
-        images, *rest = self.blocks[0].shape
-        maps = self.blocks[0].new_empty(images, len(self.blocks), *rest, dtype=dtype)
-        for layer, block in enumerate(self.blocks):
-            maps[:, layer] = block
-        return maps
-
-    def on_grid(self, grid: tuple[int, int]) -> VitMaps:
-        """The same on a coarser ``grid`` (h, w)."""
-        if grid == self.grid:
-            return self
-        blocks = [pool_map(block, self.grid, grid) for block in self.blocks]
-        return replace(self, blocks=blocks, grid=grid)
+VitJob = TeacherJob[VitTeacher]
 
 
-@dataclass(frozen=True)
-class Input:
-    """The images that a trained ViT takes: squares of ``size`` pixels a side, resized by
-    ``interpolation`` and normalised by the ``mean`` and ``std`` of each channel, shares of 255."""
-
-    size: int
-    interpolation: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-class VitTeacher(nn.Module):
-    """Any timm model whose blocks attend over all patches, in eval mode.
-
-    Raises UserError, naming the model, for one whose attention cannot be read, and for one whose
-    input cannot be made of the data set's images.
-
-    Attributes: ``name``; ``takes``, its :class:`Input`; ``grid`` (h, w); ``layers``; ``heads``;
-    ``prefix``, the number of class and register tokens, and ``kept_prefix``, of those in its maps;
-    ``classes``, as of :func:`classes_in`.
-    """
-
-    model: Any  # some class of timm's
-    kept_prefix = 0
-
-    def __init__(self, model: nn.Module, data: ImageData, name: str) -> None:
-        super().__init__()
-        self.model = model.eval().requires_grad_(False)
-        self.name = name
-        use_fused_attention(self.model)
-        self.num_classes = data.num_classes
-        self.classes = classes_in(model, data)
-        self.takes = input_of(model, data, name)
-        self.grid, self.layers, self.heads, self.prefix = self._shape_of_maps(data)
-
-    @property
-    def predicts(self) -> bool:
-        """Whether it predicts the classes of the data set."""
-        return self.classes is not None
-
-    @torch.inference_mode()
-    def forward_with_maps(
-        self,
-        images: Tensor,
-        parameters: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        layers: Sequence[int] | None = None,
-    ) -> tuple[Tensor, VitMaps]:
-        """(log-probabilities [B, C] float32, attention of the blocks ``layers``, by default of all)
-        of images [B, channels, height, width] as the teacher ``takes`` them; zeros where it
-        predicts no classes. A ViT has no ``parameters`` of images and draws nothing.
-
-        Raises UserError for attention or predictions that are not finite.
-        """
-        chosen = list(range(self.layers) if layers is None else layers)
-        features, maps = self._features(images, chosen)
-        logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
-        pooled = None
-        if self.predicts:
-            logits = self._in_order(self.model.forward_head(features)).log_softmax(-1)
-        else:
-            pooled = self._pooled(features)
-        blocks: list[Tensor] = []
-        dropped: list[Tensor] = []
-        for layer in chosen:
-            map = maps.pop(layer)  # [B, H, P + T, P + T], freed one by one
-            self._finite(map.sum(), f"the attention of its block {layer}")
-            patches, share = without_prefix(map, self.prefix - self.kept_prefix)
-            blocks.append(patches)  # [B, H, T, T]
-            dropped.append(share.mean(0))
-        return logits, VitMaps(blocks, self.grid, torch.stack(dropped), pooled)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them, of a teacher
-        that predicts the data set's classes."""
-        return self._in_order(self.model(images))
-
-    @torch.inference_mode()
-    def pooled(self, images: Tensor) -> Tensor:
-        """Features [B, D] float32, as the head gets them, of images as :meth:`forward_with_maps`
-        takes them. Raises UserError for features that are not finite."""
-        return self._pooled(self.model.forward_features(images))
-
-    def _pooled(self, features: Tensor) -> Tensor:
-        pooled = self.model.forward_head(features, pre_logits=True)
-        return self._finite(pooled.float(), "its features")
-
-    def _in_order(self, logits: Tensor) -> Tensor:
-        """The model's logits as float32 [B, C], in the order of the data set's classes."""
-        return self._finite(logits.float(), "its predictions")[:, self.classes]
-
-    def _features(
-        self, images: Tensor, layers: Collection[int] | None = None
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Features of images, and the maps of the attentions with these numbers, None for all."""
-        maps: dict[int, Tensor] = {}
-        numbers = itertools.count()
-
-        def see(*args: Any, **kwargs: Any) -> None:
-            number = next(numbers)
-            if layers is None or number in layers:
-                maps[number] = attention_map(*args, **kwargs)
-
-        with AttentionReader(see):
-            return self.model.forward_features(images), maps
-
-    def _finite(self, values: Tensor, what: str) -> Tensor:
-        """The same values. Raises UserError for infinite ones and NaN."""
-        if not torch.isfinite(values).all():
-            raise UserError(f"{SETTING}: {self.name}: {what} are not finite numbers")
-        return values
-
-    def weights(self) -> dict[str, Tensor]:
-        """Its weights by timm's names, for a student that starts from them: of the position
-        embedding what belongs to patches, and the head, if it has one for the data set's classes,
-        in their order. Raises UserError for a model that is not timm's ``VisionTransformer`` with
-        standard attention."""
-        if not has_standard_attention(self.model):
-            raise UserError(
-                f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
-                "phase_b.warm_start=none, or a VisionTransformer with standard attention"
-            )
-        weights = weights_of_patches(self.model)
-        for name in ("head.weight", "head.bias"):
-            head = weights.pop(name, None)
-            if head is not None and self.classes is not None:
-                weights[name] = head[self.classes]
-        return weights
-
-    def sha256(self, per_image: Any = None) -> str:
-        """A digest of the weights and of what they are used in. A ViT has no per-image
-        parameters."""
-        described = {
-            "modules": str(self.model),
-            "arguments": getattr(self.model, "gaupipe_args", None),
-            "grid": self.grid,
-            "layers": self.layers,
-            "heads": self.heads,
-            "prefix": self.prefix,
-            "classes": self.classes,
-            "takes": asdict(self.takes),
-        }
-        text = json.dumps(described, sort_keys=True, default=str)
-        return sha256_of(self.model.state_dict(), text)
-
-    @torch.no_grad()
-    def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
-        """(grid, blocks, heads, prefix) as a blank image shows them."""
-        model = self.model
-        size = self.takes.size
-        start = f"{SETTING}: {self.name} ({type(model).__name__})"
-        images = torch.zeros(1, data.channels, size, size)
-        try:
-            _, seen = self._features(images.to(next(model.parameters()).device))
-        except (AssertionError, RuntimeError, ValueError, TypeError) as error:
-            raise UserError(
-                f"{start} cannot take the images of {data.name}, of {data.channels} channels and "
-                f"resized to {size} x {size} pixels ({one_line(error)}): set "
-                f"phase_a.teacher_args={{in_chans: {data.channels}}}, or img_size there"
-            ) from None
-        maps = [seen[number] for number in sorted(seen)]
-        patches = getattr(model, "patch_embed", None)
-        grid = getattr(patches, "grid_size", None) or (0, 0)
-        prefix = getattr(model, "num_prefix_tokens", 0)
-        tokens = prefix + grid[0] * grid[1]
-        heads = maps[0].shape[1] if maps else 0
-        blocks = getattr(model, "blocks", maps)
-        shapes = [tuple(map.shape) for map in maps]
-        if not maps or shapes != [(1, heads, tokens, tokens)] * len(blocks):
-            raise UserError(
-                f"{start} does not attend over all patches once in every block: {len(maps)} "
-                f"attention maps, of the shapes {sorted({*shapes})}, in {len(blocks)} blocks of "
-                f"{grid[0]} x {grid[1]} patches: {READABLE}"
-            )
-        return tuple(grid), len(maps), heads, prefix
-
-
-def input_of(model: Any, data: ImageData, name: str) -> Input:
-    """The images that a model was built and trained for. Its ``crop_pct`` is left out: a teacher
-    sees what its student sees, or its maps would be of another part of the image.
-
-    Raises UserError for a size that is no fixed square, and for a mean or std that is none.
-    """
-    config = getattr(model, "pretrained_cfg", None) or {}
-    sizes = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    sizes = tuple(sizes or (config.get("input_size") or ())[1:])
-    if len(sizes) != 2 or sizes[0] != sizes[1]:
-        written = " x ".join(map(str, sizes)) or "no fixed size"
-        raise UserError(
-            f"{SETTING}: {name}: takes images of {written}: squares of one size can be made for "
-            "it: set phase_a.teacher_args={img_size: 224}"
-        )
-    interpolation = "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
-
-    def trained_with(key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """The model's mean or std [C]; where it names none, the data set's."""
-        channels = len(default)
-        try:
-            values = torch.tensor(config.get(key) or default, dtype=torch.float64)
-            if len(values) == 3 and channels != 3:  # timm summed the weights of three channels
-                values = values.mean().expand(channels)
-            if not torch.isfinite(values).all() or (key == "std" and not (values > 0).all()):
-                raise ValueError
-            return tuple(values.expand(channels).tolist())
-        except (TypeError, ValueError, RuntimeError):
-            raise UserError(
-                f"{SETTING}: {name}: its pretrained_cfg has the {key} {config[key]!r}: "
-                f"should be a number for each of {channels} channels"
-            ) from None
-
-    mean = trained_with("mean", data.mean)
-    std = trained_with("std", data.std)
-    return Input(int(sizes[0]), interpolation, mean, std)
-
-
-def as_taken(split: Split, data: ImageData, takes: Input) -> tuple[Split, ImageData]:
-    """A split of a data set, and the data set itself, as a model ``takes`` their images."""
-    taken = replace(data, image_size=takes.size, mean=takes.mean, std=takes.std)
-    return Split(split.source.at(takes.size, takes.interpolation), split.positions), taken
-
-
-def spread_of(vit: VisionTransformer, data: ImageData, takes: Input) -> Tensor | None:
-    """:func:`~gaupipe.vit.slicing.spread_of_stream` of a model in eval mode on some of the training
-    images of a data set, as it ``takes`` them."""
-    split, taken = as_taken(data.train, data, takes)
-    device = next(vit.parameters()).device
-    batches = Batches(split, taken, device, 32).in_order(split.evenly_spaced(IMAGES_OF_SPREAD))
-    return spread_of_stream(vit, (batch.images for batch in batches))
-
-
-def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
-    """For each class of the data set its number in the model's head, or None for a model that
-    predicts no classes or others. Classes are matched by name; where the model or the data set has
-    no names, by number, if both have as many."""
-    count: Any = model.num_classes
-    config: Any = getattr(model, "pretrained_cfg", None) or {}
-    names = [str(name) for name in config.get("label_names") or ()]
-    if len(names) != count or not data.class_names:
-        if count != data.num_classes:
-            return None
-        return list(range(count))
-    if names == data.class_names:  # two classes may share a name
-        return list(range(count))
-    numbers = {name: number for number, name in enumerate(names)}
-    if not numbers.keys() >= {*data.class_names}:
-        return None
-    return [numbers[name] for name in data.class_names]
-
-
-def parts_of_teachers(model: nn.Module) -> list[str]:
-    """Names of the parts that a ViT has and its student lacks, of those for which students lost up
-    to 5 points (*arXiv 2605.07191*)."""
-    names = {type(module).__name__ for module in model.modules()}
-    parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    parts = {
-        "register tokens": getattr(model, "num_reg_tokens", 0) or "reg_token" in parameters,
-        "LayerScale": "LayerScale" in names or "gamma_1" in parameters,
-        "rotary positions": getattr(model, "rope", None) is not None,
-    }
-    return [part for part, has in parts.items() if has]
-
-
-def has_standard_attention(model: nn.Module) -> TypeGuard[VisionTransformer]:
-    """True for a VisionTransformer of timm's with standard attention, without a prior of ours, and
-    with its norms before attention and FFN."""
-    known = (Attention, ATTENTION["standard"])
-    return isinstance(model, VisionTransformer) and all(
-        isinstance(block, Block)
-        and type(block.attn) in known
-        and getattr(block.attn, "prior", None) is None
-        for block in model.blocks
+def build_training(settings: Settings, data: ImageData) -> Training:
+    """The training of a fresh teacher ``vit``: on the labels, until a training accuracy is
+    reached."""
+    phase = settings.phase_a
+    device = select_device(settings.device, settings.threads)
+    vit = build_model(settings, data).to(device)
+    # no label smoothing: maps of a teacher with smoothed labels teach less
+    train = TrainSettings(epochs=phase.max_epochs, optim=phase.optim)
+    return Training(
+        settings,
+        data,
+        device,
+        vit,
+        train,
+        settings.phase_a_augment,
+        LabelLosses(vit, train, settings.compile),
+        [EpochPlan()] * phase.max_epochs,
+        identity(settings, data),
+        stop_accuracy=phase.stop_accuracy,
     )
 
 
-def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:
-    """A ViT's state_dict, of its position embedding what belongs to patches."""
-    weights = model.state_dict()
-    if "pos_embed" in weights:
-        weights["pos_embed"] = weights["pos_embed"][:, -model.patch_embed.num_patches :]
-    return weights
+def measure(job: VitJob, started: float) -> EpochMetrics:
+    """The line of metrics.jsonl for a teacher that was trained before; without a head for the
+    classes its loss and training accuracy are None, and its validation accuracy is that of the
+    probe, if there is one. ``started`` is the monotonic time when the probe began."""
+    train_loss = train_acc = val_acc = None
+    if job.teacher.predicts:
+        train = score_model(job.teacher, job.batches(job.data.train))
+        train_loss = train.loss
+        train_acc = train.acc
+        val_acc = score_model(job.teacher, job.batches(job.data.val)).acc
+    elif job.probe is not None:
+        val_acc = job.probe.accuracy
+    seconds = time.monotonic() - started
+    return {
+        "epoch": 0,
+        "train_loss": train_loss,
+        "train_acc": train_acc,
+        "val_acc": val_acc,
+        "seconds": round(seconds, 3),
+        "images_per_s": round(len(job.data.train) / seconds, 1),
+    }
 
 
-def sha256_of(weights: dict[str, Tensor], described: str) -> str:
-    """A digest of a state_dict and of a text that says what it is used in."""
-    digest = hashlib.sha256(described.encode())
-    for name, tensor in sorted(weights.items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def build(settings: Settings, data: ImageData, folder: Path | None = None) -> VitJob:
+    """The teacher that the settings name; for ``vit`` the one that was trained into ``folder``.
+
+    Raises UserError for a teacher that cannot be loaded or read, or does not fit the data.
+    """
+    phase = settings.phase_a
+    device = select_device(settings.device, settings.threads)
+    if phase.teacher == "vit":
+        remedy = "'gaupipe phase-a --resume' writes it again"
+        vit = load_vit(f"{LOCAL}{folder}", data, {}, remedy=remedy)
+    else:
+        vit = load_vit(phase.teacher, data, phase.teacher_args, download=settings.download)
+    return TeacherJob(settings, data, device, vit.to(device))
+
+
+def build_model(
+    settings: Settings, data: ImageData, device: str | None = None
+) -> VisionTransformer:
+    """A freshly started teacher ``vit``: the ViT of the settings with standard attention."""
+    torch.manual_seed(settings.seed)
+    changes = ("phase_a.teacher_args", settings.phase_a.teacher_args)
+    return build_vit(settings.model, data, "standard", device, changes)
+
+
+def other_teacher(
+    settings: Settings,
+    data: ImageData,
+    teacher: str,
+    teacher_args: dict[str, Any] | None = None,
+    download: bool = False,
+) -> VitJob:
+    """A trained ViT in place of a run's own teacher."""
+    if teacher == "local":
+        raise UserError(
+            "--teacher local: its maps are stored nowhere: 'gaupipe phase-a --set "
+            "phase_a.teacher=local' begins a run with it, and phase B makes the maps"
+        )
+    if teacher in ("gaussian", "vit"):
+        raise UserError(
+            f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
+            f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
+        )
+    changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
+    parsed = parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
+    changes["teacher"] = parsed.teacher
+    settings = settings.with_section("phase_a", **changes, per_image="table")
+    settings = settings.model_copy(update={"download": download})
+    return build(settings, data)
+
+
+def checked_job(settings: Settings, data: ImageData, students: bool = True) -> VitJob | Training:
+    """The teacher that the settings name, or the training of a new one. Raises UserError for what
+    neither phase could do with it, or, without ``students``, phase A."""
+    if settings.phase_a.teacher == "vit":
+        vit = build_model(settings, data, "meta")
+        if students:
+            check_student(settings, data, vit, weights_of_patches(vit))
+        build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
+        return build_training(settings, data)
+    job = build(settings, data)
+    if students:
+        warm = settings.phase_b.warm_start != "none"
+        weights = job.teacher.weights() if warm else {}
+        check_student(settings, data, job.teacher, weights)
+        if settings.phase_b.alpha and not job.teacher.predicts:
+            check_probe(data)
+    return job
+
+
+def probe_where_others_are_predicted(job: TeacherJob[Any]) -> None:
+    """Gives a teacher that does not predict the classes of the data set a linear probe, if it has
+    none yet, and says how good it is; or why there is none, where phase B can do without.
+    Collective. Raises UserError where phase B cannot."""
+    vit = job.teacher
+    data = job.data
+    if not isinstance(vit, VitTeacher) or vit.predicts:
+        return
+    classes = vit.model.num_classes
+    other = f"its {classes} classes are not the" if classes else "has no head for the"
+    start = f"gaupipe: {vit.name}: {other} {vit.num_classes} of {data.name}"
+    try:
+        if job.probe is None:
+            job.probe = fit_probe(job)
+    except UserError as error:
+        if job.settings.phase_b.alpha:
+            raise
+        line = f"{start}: its maps are taken without predictions ({error})"
+    else:
+        line = (
+            f"{start}: a linear probe on its features predicts them: "
+            f"{100 * job.probe.accuracy:.1f} % of the validation images"
+        )
+    if distributed.is_main():
+        print(line, file=sys.stderr)
+
+
+def say_what_students_lack(job: TeacherJob[Any]) -> None:
+    """Says of a teacher with parts that its student has not that its maps may not help."""
+    if isinstance(job.teacher, VitTeacher) and distributed.is_main():
+        parts = parts_of_teachers(job.teacher.model)
+        if parts:
+            say_once(
+                f"gaupipe: {job.teacher.name}: has {' and '.join(parts)}, which its student lacks: "
+                "students of such teachers lost up to 5 points (arXiv 2605.07191); compare with "
+                "the same ViT without a teacher"
+            )
+
+
+def say_own_head(job: VitJob, accuracy: float) -> None:
+    """Says how good the teacher's own predictions are, and how its classes were matched."""
+    config = getattr(job.teacher.model, "pretrained_cfg", None) or {}
+    names = config.get("label_names")
+    how = "by name" if names and job.data.class_names else "by number"
+    if distributed.is_main():
+        print(
+            f"gaupipe: {job.teacher.name}: its own head predicts the classes, matched {how}: "
+            f"{100 * accuracy:.1f} % of the validation images",
+            file=sys.stderr,
+        )
+
+
+def load_vit(
+    teacher: str,
+    data: ImageData,
+    arguments: dict[str, Any],
+    *,
+    download: bool = False,
+    remedy: str = f"gaussian, vit, {REMEDY}",
+) -> VitTeacher:
+    """The teacher that ``phase_a.teacher`` names, with its trained weights, on the CPU.
+
+    teacher     ``local-dir:FOLDER``, as a student of ours is saved, or a timm model with weights,
+                such as ``deit_small_patch16_224.fb_in1k``
+    arguments   further keywords of ``timm.create_model``, such as ``{img_size: 32}``
+    download    fetch weights that are not on this machine
+    remedy      what to do where the folder is not whole
+
+    Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
+    """
+    try:
+        if (
+            not teacher.startswith((LOCAL, HUB))
+            and cached_weights(published(teacher, remedy)) is None
+        ):
+            VitTeacher(created(teacher, arguments), data, teacher)  # or it need not be fetched
+        model = pretrained(teacher, arguments, download, remedy)
+        return VitTeacher(model, data, teacher)
+    except UserError as error:
+        raise UserError(f"{SETTING}: {str(error).removeprefix(f'{SETTING}: ')}") from None

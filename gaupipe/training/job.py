@@ -31,13 +31,13 @@ from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system.device import choose_precision, select_device
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers.fine_tuning import remarks_on_start, weights_sha256
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model
 from gaupipe.training.state import Identity, TrainingState
 from gaupipe.training.student import build_student
+from gaupipe.vit.fine_tuning import remarks_on_start, weights_sha256
 
 
 def hard_loss(

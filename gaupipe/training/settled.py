@@ -5,8 +5,8 @@ from __future__ import annotations
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import choose_precision, select_device
-from gaupipe.teachers.fine_tuning import with_images_of_weights
 from gaupipe.vit.build import width_of
+from gaupipe.vit.fine_tuning import with_images_of_weights
 
 
 def settled(settings: Settings, before: Settings | None = None) -> Settings:

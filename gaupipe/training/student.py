@@ -9,9 +9,9 @@ from timm.models.vision_transformer import VisionTransformer
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.fine_tuning import fine_tunes, with_weights, without_weights
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.build import build_vit
+from gaupipe.vit.fine_tuning import fine_tunes, with_weights, without_weights
 
 
 def build_student(

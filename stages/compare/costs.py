@@ -24,10 +24,10 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.export import outputs
-from gaupipe.distillation.gaussian_teacher import build_teacher
-from gaupipe.distillation.vit_teacher import build_model
 from gaupipe.settings import Settings
 from gaupipe.system.progress import EpochMetrics, epochs_in
+from gaupipe.teachers.gaussian import build_teacher
+from gaupipe.teachers.vit import build_model
 from gaupipe.training.job import drop_patches
 from stages import phase_b
 from stages.compare.trainings import RowTraining, as_teacher

@@ -12,10 +12,8 @@ import timm
 import store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation import gaussian_teacher, local, vit_teacher
 from gaupipe.distillation.export import make_schema
-from gaupipe.distillation.store_choice import MapShape, chosen
-from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
 from gaupipe.settings.sections import LOCAL
@@ -23,11 +21,15 @@ from gaupipe.system import digests
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.teachers.fine_tuning import weights_sha256
-from gaupipe.teachers.pretrained import folder_of
+from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers import local
+from gaupipe.teachers import vit as vit_teacher
+from gaupipe.teachers.base import MapShape, TeacherJob
 from gaupipe.training import loggers
 from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student, untrained_student
+from gaupipe.vit.fine_tuning import weights_sha256
+from gaupipe.vit.pretrained import folder_of
 from stages.compare.figures import draw
 from stages.compare.report import Comparison, report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows

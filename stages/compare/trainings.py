@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from gaupipe.distillation.export import is_complete
-from gaupipe.distillation.notes import Drawing
 from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics
+from gaupipe.teachers.notes import Drawing
 from gaupipe.training.state import val_acc
 from stages.compare.rows import Row
 from stages.runs import kept_epochs

@@ -21,12 +21,12 @@ from gaupipe.data.sources import images_with_labels
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import MapReader
 from gaupipe.distillation.losses import feature_loss, patch_map
-from gaupipe.distillation.notes import StoreNotes
-from gaupipe.distillation.vit_teacher import VitJob
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
+from gaupipe.teachers.notes import StoreNotes
+from gaupipe.teachers.vit import VitJob
 from gaupipe.training.scores import Metrics, classification_metrics, predictions
 from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import class_names, saved_sha256

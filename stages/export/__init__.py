@@ -14,20 +14,20 @@ from typing import Any
 import store
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.export import is_complete, make_schema, stored_export
-from gaupipe.distillation.files import FilesJob, open_model
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.local import described
-from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.distillation.vit_teacher import (
-    other_teacher,
-    probe_where_others_are_predicted,
-    say_what_students_lack,
-)
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import with_anytime, with_overrides
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.files import FilesJob, open_model
+from gaupipe.teachers.local import described
+from gaupipe.teachers.vit import (
+    other_teacher,
+    probe_where_others_are_predicted,
+    say_what_students_lack,
+)
 from stages.export.place import Place
 from stages.export.writing import write
 from stages.runs import ranks
@@ -142,7 +142,7 @@ def run_model(
 ) -> str:
     """Writes a store of a model's maps of image ``files``, class and register tokens included, and
     returns its path or URL. No run is needed. ``image_size`` is as in
-    :func:`gaupipe.distillation.files.open_model`, ``asked`` as in :class:`ExportRequest`."""
+    :func:`gaupipe.teachers.files.open_model`, ``asked`` as in :class:`ExportRequest`."""
 
     def load() -> TeacherJob[Any]:
         place.check()

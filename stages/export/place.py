@@ -10,15 +10,15 @@ from typing import Any
 
 import store
 from gaupipe.distillation.export import decoder, is_complete, stored_export
-from gaupipe.distillation.files import FilesJob
 from gaupipe.distillation.store_choice import chosen
-from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import ExportSettings
 from gaupipe.system import distributed
 from gaupipe.system.device import choose_precision
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
-from gaupipe.teachers.vit import VitTeacher
+from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.files import FilesJob
+from gaupipe.teachers.readable_vit import VitTeacher
 from stages.runs.resources import LIGHTER, SHARD_MB, check_disk, check_memory, export_memory
 
 MOST_SHARD_MB = 4000

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import store
 from gaupipe.distillation.export import outputs
-from gaupipe.distillation.notes import StoreNotes
-from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochProgress
+from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.notes import StoreNotes
 from stages.publish import store_card
 from stages.runs.resources import WRITERS
 

@@ -23,14 +23,15 @@ from gaupipe.data.images import FileImages
 from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation import files, local
 from gaupipe.distillation.job import MapReader
-from gaupipe.distillation.kinds import MAP_KINDS, StoredGaussians
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.losses import TeacherMaps, without_keys
-from gaupipe.distillation.notes import Drawing, StoreNotes
+from gaupipe.maps.stored import StoredGaussians
 from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
+from gaupipe.teachers import files, local
+from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.vit.attention_maps import use_fused_attention
 from gaupipe.vit.capture import Traced, trace
 from gaupipe.vit.heads import classifies, names_of_tokens

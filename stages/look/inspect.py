@@ -18,9 +18,9 @@ import store
 from gaupipe.data.folder import say_once
 from gaupipe.data.images import FileImages
 from gaupipe.data.splits import utf8
-from gaupipe.distillation.notes import StoreNotes
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
+from gaupipe.teachers.notes import StoreNotes
 from stages.look import picture
 from stages.look.colours import colours
 from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, photo

@@ -10,11 +10,11 @@ from typing import Any
 
 import store
 from gaupipe.distillation.export import stored_export
-from gaupipe.distillation.notes import StoreNotes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import dump
 from gaupipe.settings.sections import LOCAL, Section
 from gaupipe.system.files import check_new_folder, replaced
+from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.scores import classification_metrics, predictions
 from gaupipe.vit.saving import STUDENT_FILES
 from stages.publish import model_card

@@ -15,7 +15,7 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData, utf8
 from gaupipe.settings import Settings
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics, total_seconds
-from gaupipe.teachers.fine_tuning import fine_tunes
+from gaupipe.vit.fine_tuning import fine_tunes
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.runs import kept_epochs
 from stages.runs.trained import TrainedStudent

@@ -8,7 +8,7 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 import store
 from gaupipe import __version__
-from gaupipe.distillation.notes import StoreNotes
+from gaupipe.teachers.notes import StoreNotes
 from stages.publish.model_card import TEACHERS, code
 
 

@@ -239,7 +239,7 @@ class RunDirectory:
         """The sha256 of the weights in a folder from which a fine-tuning starts, if it does. Raises
         UserError where they are not those that the run began with: its students would have
         different starts."""
-        from gaupipe.teachers.fine_tuning import weights_sha256  # with timm
+        from gaupipe.vit.fine_tuning import weights_sha256  # with timm
 
         for sha256 in weights_sha256(settings.model.name).values():
             if self.weights_sha256.is_file():

@@ -12,16 +12,15 @@ import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.store_choice import MapShape
-from gaupipe.distillation.teacher import images_at_once
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.base import MapShape, images_at_once
+from gaupipe.teachers.gaussian_vit import Teacher
 from gaupipe.teachers.image_state import record_words
-from gaupipe.teachers.vit import VitTeacher
+from gaupipe.teachers.readable_vit import VitTeacher
 from store.layout import Layout, images_fitting
 
 PROCESS_BYTES = 11 * 10**8
@@ -64,8 +63,8 @@ def make_plan(
 ) -> PhaseAPlan:
     """The plan of phase A in ``world_size`` processes. Pure arithmetic.
 
-    model    a :class:`~gaupipe.teachers.gaussian.Teacher` or a ViT that is the teacher; it may lie
-             on torch's meta device
+    model    a :class:`~gaupipe.teachers.gaussian_vit.Teacher` or a ViT that is the teacher; it
+             may lie on torch's meta device
     data     an :class:`~gaupipe.data.batches.ImageData`
     images   the number of training images, where it is not that of ``data``
     """

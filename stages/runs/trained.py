@@ -12,15 +12,16 @@ from timm.models.vision_transformer import VisionTransformer
 
 import store
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation import gaussian_teacher, vit_teacher
 from gaupipe.distillation.job import check_targets
-from gaupipe.distillation.probe import load_probe, source_of_probe
 from gaupipe.distillation.student import check_fit
-from gaupipe.distillation.teacher import TeacherJob
-from gaupipe.distillation.vit_teacher import VitJob
 from gaupipe.settings import Settings
 from gaupipe.settings.load import with_anytime
 from gaupipe.system.errors import UserError
+from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers import vit as vit_teacher
+from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.probe import load_probe, source_of_probe
+from gaupipe.teachers.vit import VitJob
 from gaupipe.vit.saving import load_folder
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory, check_name

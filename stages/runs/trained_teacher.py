@@ -12,9 +12,9 @@ from timm.data import resolve_model_data_config
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load, read_yaml, with_overrides
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.fine_tuning import sizes_of, untrained
-from gaupipe.teachers.vit import has_standard_attention
+from gaupipe.teachers.readable_vit import has_standard_attention
 from gaupipe.vit.build import created
+from gaupipe.vit.fine_tuning import sizes_of, untrained
 from stages.runs.choices import MOST_VIEWS, Choices, TeacherSizes
 
 

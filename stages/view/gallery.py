@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import store
-from gaupipe.distillation.notes import StoreNotes
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.notes import StoreNotes
 
 ORDERS = ("id", "wrong", "sure", "unsure")
 """By image id, wrong predictions first and among them the surest first, by falling and by rising

@@ -63,7 +63,7 @@ def show(
     attention cannot be seen.
     """
     from gaupipe.data.prepared import image_files
-    from gaupipe.distillation.files import job_of, open_model
+    from gaupipe.teachers.files import job_of, open_model
     from stages.view.page import page_text
     from stages.view.serve import model_viewer
 

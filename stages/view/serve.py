@@ -13,10 +13,10 @@ from pathlib import Path
 
 import store
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.files import FilesJob, images_of, open_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from gaupipe.system.imports import pip_install
+from gaupipe.teachers.files import FilesJob, images_of, open_model
 from stages.look.image_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
 from stages.view.page import write_page
@@ -51,7 +51,7 @@ def run(
     of which the page opens with the first; of a run without a store the page shows these alone. It
     opens with the images of a ``split``: those of the store, else the validation images. With a
     ``model`` the page shows its attention on image ``files``
-    (:func:`gaupipe.distillation.files.open_model`).
+    (:func:`gaupipe.teachers.files.open_model`).
     """
     if html is not None:
         check_file("--html", html, ".html", ".htm")

@@ -22,8 +22,8 @@ import store
 from gaupipe.data.decoding import check, refusing
 from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData, utf8
-from gaupipe.distillation.notes import Drawing
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.notes import Drawing
 from gaupipe.vit.heads import reads_class_token
 from stages.look.colours import colours
 from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo

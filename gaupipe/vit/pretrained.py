@@ -13,45 +13,13 @@ from huggingface_hub import try_to_load_from_cache
 from timm.models import PretrainedCfg, get_pretrained_cfg
 from torch import nn
 
-from gaupipe.data.splits import ImageData
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.vit import SETTING, VitTeacher
 from gaupipe.vit.build import created
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
 HUB = "hf-hub:"
 REMEDY = "local-dir:FOLDER, a folder with config.json, or a timm name with weights is right"
-
-
-def load_vit(
-    teacher: str,
-    data: ImageData,
-    arguments: dict[str, Any],
-    *,
-    download: bool = False,
-    remedy: str = f"gaussian, vit, {REMEDY}",
-) -> VitTeacher:
-    """The teacher that ``phase_a.teacher`` names, with its trained weights, on the CPU.
-
-    teacher     ``local-dir:FOLDER``, as a student of ours is saved, or a timm model with weights,
-                such as ``deit_small_patch16_224.fb_in1k``
-    arguments   further keywords of ``timm.create_model``, such as ``{img_size: 32}``
-    download    fetch weights that are not on this machine
-    remedy      what to do where the folder is not whole
-
-    Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
-    """
-    try:
-        if (
-            not teacher.startswith((LOCAL, HUB))
-            and cached_weights(published(teacher, remedy)) is None
-        ):
-            VitTeacher(created(teacher, arguments), data, teacher)  # or it need not be fetched
-        model = pretrained(teacher, arguments, download, remedy)
-        return VitTeacher(model, data, teacher)
-    except UserError as error:
-        raise UserError(f"{SETTING}: {str(error).removeprefix(f'{SETTING}: ')}") from None
 
 
 def folder_of(name: str, remedy: str = REMEDY) -> Path:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import StudentLosses, gammas
-from gaupipe.distillation.kinds import AS_STORED, Seen, StoredGaussians, select_heads
 from gaupipe.distillation.losses import ConstantMaps
-from gaupipe.distillation.store_choice import MapShape
 from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.maps.gaussians import local_axes
+from gaupipe.maps.stored import AS_STORED, Seen, StoredGaussians, select_heads
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.base import MapShape
 from gaupipe.training.job import (
     EpochPlan,
     Training,

@@ -16,10 +16,10 @@ from gaupipe.settings import ModelSettings, Settings
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.pretrained import folder_of, pretrained, published
-from gaupipe.teachers.vit import input_of, spread_of
 from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
+from gaupipe.vit.inputs import input_of, spread_of
+from gaupipe.vit.pretrained import folder_of, pretrained, published
 from gaupipe.vit.saving import WEIGHTS
 from gaupipe.vit.slicing import VitSizes, slice_weights
 

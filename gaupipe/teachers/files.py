@@ -17,15 +17,16 @@ from timm.data import resolve_model_data_config
 
 from gaupipe.data.prepared import PreparedImages, image_files
 from gaupipe.data.splits import ImageData, Split
-from gaupipe.distillation.notes import StoreNotes
-from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import Settings
 from gaupipe.settings.sections import LOCAL, with_whole_path
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.pretrained import load_model
-from gaupipe.teachers.vit import SETTING, VitTeacher
+from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.notes import StoreNotes
+from gaupipe.teachers.readable_vit import VitTeacher
 from gaupipe.vit.heads import names_of_tokens
+from gaupipe.vit.inputs import SETTING
+from gaupipe.vit.pretrained import load_model
 from gaupipe.vit.saving import class_names
 
 MOST_PATCHES = 20

@@ -6,26 +6,50 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import Attention
-from gaupipe.distillation.notes import StoreNotes
-from gaupipe.distillation.probe import Probe
-from gaupipe.distillation.store_choice import MapShape
-from gaupipe.settings import PhaseASettings, Settings
+from gaupipe.settings import ExportSettings, PhaseASettings, Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.gaussian_vit import Teacher
 from gaupipe.teachers.image_state import ImageState
-from gaupipe.teachers.vit import VitTeacher, as_taken
+from gaupipe.teachers.notes import StoreNotes
+from gaupipe.teachers.probe import Probe
+from gaupipe.teachers.readable_vit import VitTeacher
 from gaupipe.training.state import Identity
 from gaupipe.training.student import untrained_student
+from gaupipe.vit.inputs import as_taken
+
+
+@dataclass(frozen=True)
+class MapShape:
+    """The shape of the maps of a teacher or a store."""
+
+    grid: tuple[int, int]
+    layers: int
+    heads: int
+
+    @classmethod
+    def of(cls, model: Any) -> MapShape:
+        """Of the maps of a teacher, which knows them, or of a ViT of timm's."""
+        if not isinstance(model, VisionTransformer):
+            return cls(model.grid, model.layers, model.heads)
+        first: Any = model.blocks[0]
+        return cls(tuple(model.patch_embed.grid_size), len(model.blocks), first.attn.num_heads)
+
+    def stored(self, export: ExportSettings) -> MapShape:
+        """Of the maps that an ``export`` stores of these."""
+        layers = self.layers if export.layers is None else len(export.layers)
+        return MapShape(export.grid or self.grid, layers, self.heads)
+
 
 MOST_NUMBERS = 10**8
 """Of the maps of a batch from a trained ViT, all blocks together; each takes 4 bytes, or 8 with

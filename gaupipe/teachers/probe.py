@@ -108,7 +108,7 @@ def load_probe(path: Path, source: Mapping[str, object]) -> Probe | None:
 
 
 def source_of_probe(job: Any) -> dict[str, object]:
-    """What the probe of a :class:`~gaupipe.distillation.teacher.TeacherJob` follows from."""
+    """What the probe of a :class:`~gaupipe.teachers.base.TeacherJob` follows from."""
     data = job.data
     return {
         "teacher": job.sha256,
@@ -119,7 +119,7 @@ def source_of_probe(job: Any) -> dict[str, object]:
 
 
 def fit_probe(job: Any) -> Probe:
-    """The probe of a trained ViT on the data of a :class:`~gaupipe.distillation.teacher.TeacherJob`
+    """The probe of a trained ViT on the data of a :class:`~gaupipe.teachers.base.TeacherJob`
     without predictions of its own. Collective. Raises UserError as :func:`check_probe`."""
     check_probe(job.data)
 

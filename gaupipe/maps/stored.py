@@ -1,0 +1,77 @@
+"""The stored attention of a batch, made into maps one block at a time.
+
+Axis letters: B images, L blocks, H heads, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gaupipe.maps.gaussians import Geometry, expected_axes, move, outer
+from gaupipe.maps.views import move_map, without_prefix
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a student sees of a stored block: some ``heads`` (all for None), in views of the images
+    (``geometry``), on another ``grid`` (h, w); None leaves each as it is stored."""
+
+    heads: Sequence[int] | None = None
+    geometry: Geometry | None = None
+    grid: Grid | None = None
+
+
+AS_STORED = Seen()
+
+
+class StoredGaussians:
+    """Gaussians [B, L, H, T, 4] of a batch on a ``grid`` (h, w), read from a store."""
+
+    def __init__(self, gaussians: Tensor, grid: Grid) -> None:
+        self.gaussians = gaussians
+        self.grid = grid
+
+    def rows(self, layer: int) -> Tensor:
+        """A block's whole map [B, H, T, T] float32 as it is stored; rows sum to 1."""
+        return self.map(layer)
+
+    def axes(self, layer: int, seen: Seen = AS_STORED) -> tuple[Tensor, Tensor]:
+        """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
+        gaussians = select_heads(self.gaussians[:, layer].float(), seen.heads)
+        moved = move(gaussians, seen.geometry, self.grid, seen.grid)
+        return expected_axes(moved, seen.grid or self.grid)
+
+    def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
+        """A block's map [B, H, T, T] float32; rows sum to 1."""
+        return outer(*self.axes(layer, seen))
+
+
+class StoredRows:
+    """Maps of a batch on a ``grid`` (h, w), read from a store. ``rows`` gives the map [B, H, P + T,
+    P + T] float32 of a block; P class and register tokens come first."""
+
+    def __init__(self, rows: Callable[[int], Tensor], grid: Grid, prefix: int = 0) -> None:
+        self.rows = rows
+        self.grid = grid
+        self.prefix = prefix
+
+    def axes(self, layer: int, seen: Seen = AS_STORED) -> None:
+        """A map of this kind has no factors."""
+
+    def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
+        """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
+        patches, _ = without_prefix(select_heads(self.rows(layer), seen.heads), self.prefix)
+        return move_map(patches, seen.geometry, self.grid, seen.grid)
+
+
+StoredAttention = StoredGaussians | StoredRows
+
+
+def select_heads(values: Tensor, heads: Sequence[int] | None) -> Tensor:
+    """The heads chosen of [B, H, ...]; None is all."""
+    return values if heads is None else values[:, list(heads)]

@@ -1,0 +1,288 @@
+"""A trained vision transformer as a teacher, and the attention maps that it shows.
+
+Maps are read at the calls of torch's ``scaled_dot_product_attention``
+(:mod:`gaupipe.vit.attention_maps`), so any ViT that attends through that function can be read,
+whatever it does to queries and keys before (norms, rotary positions).
+
+Axis letters: B images, L blocks, H heads, P class and register tokens, T patches, C classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+from timm.layers import Attention
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from gaupipe.attention import ATTENTION
+from gaupipe.data.splits import ImageData
+from gaupipe.maps.views import pool_map, without_prefix
+from gaupipe.system.errors import UserError, one_line
+from gaupipe.vit.attention_maps import AttentionReader, attention_map, use_fused_attention
+from gaupipe.vit.inputs import SETTING, input_of
+
+READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
+
+
+@dataclass(eq=False)
+class VitMaps:
+    """The attention of a batch from a ViT."""
+
+    blocks: Sequence[Tensor]
+    """For each block [B, H, T, T] float32, from patches to patches; rows sum to 1. With
+    the ``kept_prefix`` of its teacher [B, H, P + T, P + T]."""
+    grid: tuple[int, int]
+    """(h, w) in patches."""
+    dropped: Tensor
+    """[L, H]: the mean share of a patch's attention that class and register tokens had."""
+    pooled: Tensor | None = None
+    """[B, D] float32, of a teacher without predictions: the features that its head would get."""
+
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], rounded to ``dtype``."""
+        images, *rest = self.blocks[0].shape
+        maps = self.blocks[0].new_empty(images, len(self.blocks), *rest, dtype=dtype)
+        for layer, block in enumerate(self.blocks):
+            maps[:, layer] = block
+        return maps
+
+    def on_grid(self, grid: tuple[int, int]) -> VitMaps:
+        """The same on a coarser ``grid`` (h, w)."""
+        if grid == self.grid:
+            return self
+        blocks = [pool_map(block, self.grid, grid) for block in self.blocks]
+        return replace(self, blocks=blocks, grid=grid)
+
+
+class VitTeacher(nn.Module):
+    """Any timm model whose blocks attend over all patches, in eval mode.
+
+    Raises UserError, naming the model, for one whose attention cannot be read, and for one whose
+    input cannot be made of the data set's images.
+
+    Attributes: ``name``; ``takes``, its :class:`Input`; ``grid`` (h, w); ``layers``; ``heads``;
+    ``prefix``, the number of class and register tokens, and ``kept_prefix``, of those in its maps;
+    ``classes``, as of :func:`classes_in`.
+    """
+
+    model: Any  # some class of timm's
+    kept_prefix = 0
+
+    def __init__(self, model: nn.Module, data: ImageData, name: str) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+        use_fused_attention(self.model)
+        self.num_classes = data.num_classes
+        self.classes = classes_in(model, data)
+        self.takes = input_of(model, data, name)
+        self.grid, self.layers, self.heads, self.prefix = self._shape_of_maps(data)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it predicts the classes of the data set."""
+        return self.classes is not None
+
+    @torch.inference_mode()
+    def forward_with_maps(
+        self,
+        images: Tensor,
+        parameters: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> tuple[Tensor, VitMaps]:
+        """(log-probabilities [B, C] float32, attention of the blocks ``layers``, by default of all)
+        of images [B, channels, height, width] as the teacher ``takes`` them; zeros where it
+        predicts no classes. A ViT has no ``parameters`` of images and draws nothing.
+
+        Raises UserError for attention or predictions that are not finite.
+        """
+        chosen = list(range(self.layers) if layers is None else layers)
+        features, maps = self._features(images, chosen)
+        logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
+        pooled = None
+        if self.predicts:
+            logits = self._in_order(self.model.forward_head(features)).log_softmax(-1)
+        else:
+            pooled = self._pooled(features)
+        blocks: list[Tensor] = []
+        dropped: list[Tensor] = []
+        for layer in chosen:
+            map = maps.pop(layer)  # [B, H, P + T, P + T], freed one by one
+            self._finite(map.sum(), f"the attention of its block {layer}")
+            patches, share = without_prefix(map, self.prefix - self.kept_prefix)
+            blocks.append(patches)  # [B, H, T, T]
+            dropped.append(share.mean(0))
+        return logits, VitMaps(blocks, self.grid, torch.stack(dropped), pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them, of a teacher
+        that predicts the data set's classes."""
+        return self._in_order(self.model(images))
+
+    @torch.inference_mode()
+    def pooled(self, images: Tensor) -> Tensor:
+        """Features [B, D] float32, as the head gets them, of images as :meth:`forward_with_maps`
+        takes them. Raises UserError for features that are not finite."""
+        return self._pooled(self.model.forward_features(images))
+
+    def _pooled(self, features: Tensor) -> Tensor:
+        pooled = self.model.forward_head(features, pre_logits=True)
+        return self._finite(pooled.float(), "its features")
+
+    def _in_order(self, logits: Tensor) -> Tensor:
+        """The model's logits as float32 [B, C], in the order of the data set's classes."""
+        return self._finite(logits.float(), "its predictions")[:, self.classes]
+
+    def _features(
+        self, images: Tensor, layers: Collection[int] | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Features of images, and the maps of the attentions with these numbers, None for all."""
+        maps: dict[int, Tensor] = {}
+        numbers = itertools.count()
+
+        def see(*args: Any, **kwargs: Any) -> None:
+            number = next(numbers)
+            if layers is None or number in layers:
+                maps[number] = attention_map(*args, **kwargs)
+
+        with AttentionReader(see):
+            return self.model.forward_features(images), maps
+
+    def _finite(self, values: Tensor, what: str) -> Tensor:
+        """The same values. Raises UserError for infinite ones and NaN."""
+        if not torch.isfinite(values).all():
+            raise UserError(f"{SETTING}: {self.name}: {what} are not finite numbers")
+        return values
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its weights by timm's names, for a student that starts from them: of the position
+        embedding what belongs to patches, and the head, if it has one for the data set's classes,
+        in their order. Raises UserError for a model that is not timm's ``VisionTransformer`` with
+        standard attention."""
+        if not has_standard_attention(self.model):
+            raise UserError(
+                f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
+                "phase_b.warm_start=none, or a VisionTransformer with standard attention"
+            )
+        weights = weights_of_patches(self.model)
+        for name in ("head.weight", "head.bias"):
+            head = weights.pop(name, None)
+            if head is not None and self.classes is not None:
+                weights[name] = head[self.classes]
+        return weights
+
+    def sha256(self, per_image: Any = None) -> str:
+        """A digest of the weights and of what they are used in. A ViT has no per-image
+        parameters."""
+        described = {
+            "modules": str(self.model),
+            "arguments": getattr(self.model, "gaupipe_args", None),
+            "grid": self.grid,
+            "layers": self.layers,
+            "heads": self.heads,
+            "prefix": self.prefix,
+            "classes": self.classes,
+            "takes": asdict(self.takes),
+        }
+        text = json.dumps(described, sort_keys=True, default=str)
+        return sha256_of(self.model.state_dict(), text)
+
+    @torch.no_grad()
+    def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
+        """(grid, blocks, heads, prefix) as a blank image shows them."""
+        model = self.model
+        size = self.takes.size
+        start = f"{SETTING}: {self.name} ({type(model).__name__})"
+        images = torch.zeros(1, data.channels, size, size)
+        try:
+            _, seen = self._features(images.to(next(model.parameters()).device))
+        except (AssertionError, RuntimeError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{start} cannot take the images of {data.name}, of {data.channels} channels and "
+                f"resized to {size} x {size} pixels ({one_line(error)}): set "
+                f"phase_a.teacher_args={{in_chans: {data.channels}}}, or img_size there"
+            ) from None
+        maps = [seen[number] for number in sorted(seen)]
+        patches = getattr(model, "patch_embed", None)
+        grid = getattr(patches, "grid_size", None) or (0, 0)
+        prefix = getattr(model, "num_prefix_tokens", 0)
+        tokens = prefix + grid[0] * grid[1]
+        heads = maps[0].shape[1] if maps else 0
+        blocks = getattr(model, "blocks", maps)
+        shapes = [tuple(map.shape) for map in maps]
+        if not maps or shapes != [(1, heads, tokens, tokens)] * len(blocks):
+            raise UserError(
+                f"{start} does not attend over all patches once in every block: {len(maps)} "
+                f"attention maps, of the shapes {sorted({*shapes})}, in {len(blocks)} blocks of "
+                f"{grid[0]} x {grid[1]} patches: {READABLE}"
+            )
+        return tuple(grid), len(maps), heads, prefix
+
+
+def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
+    """For each class of the data set its number in the model's head, or None for a model that
+    predicts no classes or others. Classes are matched by name; where the model or the data set has
+    no names, by number, if both have as many."""
+    count: Any = model.num_classes
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    names = [str(name) for name in config.get("label_names") or ()]
+    if len(names) != count or not data.class_names:
+        if count != data.num_classes:
+            return None
+        return list(range(count))
+    if names == data.class_names:  # two classes may share a name
+        return list(range(count))
+    numbers = {name: number for number, name in enumerate(names)}
+    if not numbers.keys() >= {*data.class_names}:
+        return None
+    return [numbers[name] for name in data.class_names]
+
+
+def parts_of_teachers(model: nn.Module) -> list[str]:
+    """Names of the parts that a ViT has and its student lacks, of those for which students lost up
+    to 5 points (*arXiv 2605.07191*)."""
+    names = {type(module).__name__ for module in model.modules()}
+    parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    parts = {
+        "register tokens": getattr(model, "num_reg_tokens", 0) or "reg_token" in parameters,
+        "LayerScale": "LayerScale" in names or "gamma_1" in parameters,
+        "rotary positions": getattr(model, "rope", None) is not None,
+    }
+    return [part for part, has in parts.items() if has]
+
+
+def has_standard_attention(model: nn.Module) -> TypeGuard[VisionTransformer]:
+    """True for a VisionTransformer of timm's with standard attention, without a prior of ours, and
+    with its norms before attention and FFN."""
+    known = (Attention, ATTENTION["standard"])
+    return isinstance(model, VisionTransformer) and all(
+        isinstance(block, Block)
+        and type(block.attn) in known
+        and getattr(block.attn, "prior", None) is None
+        for block in model.blocks
+    )
+
+
+def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:
+    """A ViT's state_dict, of its position embedding what belongs to patches."""
+    weights = model.state_dict()
+    if "pos_embed" in weights:
+        weights["pos_embed"] = weights["pos_embed"][:, -model.patch_embed.num_patches :]
+    return weights
+
+
+def sha256_of(weights: dict[str, Tensor], described: str) -> str:
+    """A digest of a state_dict and of a text that says what it is used in."""
+    digest = hashlib.sha256(described.encode())
+    for name, tensor in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

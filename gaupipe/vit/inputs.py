@@ -1,0 +1,84 @@
+"""The images that a trained model takes, and a data set's images made into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, Split
+from gaupipe.system.errors import UserError
+from gaupipe.vit.slicing import spread_of_stream
+
+SETTING = "phase_a.teacher"
+
+
+IMAGES_OF_SPREAD = 128
+
+
+@dataclass(frozen=True)
+class Input:
+    """The images that a trained ViT takes: squares of ``size`` pixels a side, resized by
+    ``interpolation`` and normalised by the ``mean`` and ``std`` of each channel, shares of 255."""
+
+    size: int
+    interpolation: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def input_of(model: Any, data: ImageData, name: str) -> Input:
+    """The images that a model was built and trained for. Its ``crop_pct`` is left out: a teacher
+    sees what its student sees, or its maps would be of another part of the image.
+
+    Raises UserError for a size that is no fixed square, and for a mean or std that is none.
+    """
+    config = getattr(model, "pretrained_cfg", None) or {}
+    sizes = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    sizes = tuple(sizes or (config.get("input_size") or ())[1:])
+    if len(sizes) != 2 or sizes[0] != sizes[1]:
+        written = " x ".join(map(str, sizes)) or "no fixed size"
+        raise UserError(
+            f"{SETTING}: {name}: takes images of {written}: squares of one size can be made for "
+            "it: set phase_a.teacher_args={img_size: 224}"
+        )
+    interpolation = "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
+
+    def trained_with(key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """The model's mean or std [C]; where it names none, the data set's."""
+        channels = len(default)
+        try:
+            values = torch.tensor(config.get(key) or default, dtype=torch.float64)
+            if len(values) == 3 and channels != 3:  # timm summed the weights of three channels
+                values = values.mean().expand(channels)
+            if not torch.isfinite(values).all() or (key == "std" and not (values > 0).all()):
+                raise ValueError
+            return tuple(values.expand(channels).tolist())
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(
+                f"{SETTING}: {name}: its pretrained_cfg has the {key} {config[key]!r}: "
+                f"should be a number for each of {channels} channels"
+            ) from None
+
+    mean = trained_with("mean", data.mean)
+    std = trained_with("std", data.std)
+    return Input(int(sizes[0]), interpolation, mean, std)
+
+
+def as_taken(split: Split, data: ImageData, takes: Input) -> tuple[Split, ImageData]:
+    """A split of a data set, and the data set itself, as a model ``takes`` their images."""
+    taken = replace(data, image_size=takes.size, mean=takes.mean, std=takes.std)
+    return Split(split.source.at(takes.size, takes.interpolation), split.positions), taken
+
+
+def spread_of(vit: VisionTransformer, data: ImageData, takes: Input) -> Tensor | None:
+    """:func:`~gaupipe.vit.slicing.spread_of_stream` of a model in eval mode on some of the training
+    images of a data set, as it ``takes`` them."""
+    split, taken = as_taken(data.train, data, takes)
+    device = next(vit.parameters()).device
+    batches = Batches(split, taken, device, 32).in_order(split.evenly_spaced(IMAGES_OF_SPREAD))
+    return spread_of_stream(vit, (batch.images for batch in batches))
