@@ -58,10 +58,10 @@ def check_maps(url: str) -> None:
         store.check_exists(url)
 
 
-def check_data(data: Path) -> None:
-    """Raises UserError unless --data names a folder that is there, or hfds/NAME."""
+def check_data(data: Path, option: str = "--data", content: str = "CLASS/*.png") -> None:
+    """Raises UserError unless an option names a folder that is there, or hfds/NAME."""
     if not data.exists() and not str(data).startswith((HFDS, *STREAMS)):
-        raise UserError(f"--data {data}: no such folder; {remedy(data)}")
+        raise UserError(f"{option} {data}: no such folder; {remedy(data, content)}")
 
 
 def check_images(paths: Iterable[Path]) -> None:
@@ -80,10 +80,10 @@ def check_model(name: str | None) -> None:
             raise UserError(f"{name}: there is no folder {folder}")
 
 
-def remedy(folder: Path) -> str:
+def remedy(folder: Path, content: str) -> str:
     """What to name in place of a folder of images that is not there."""
     beside = [path.name for path in folder.parent.glob("*") if path.is_dir()]
     close = difflib.get_close_matches(folder.name, beside, n=1)
     if close:
         return f"did you mean {folder.with_name(close[0])}?"
-    return "it should hold CLASS/*.png"
+    return f"it should hold {content}"

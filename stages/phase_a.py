@@ -65,7 +65,7 @@ def run(
     def resolve() -> TeacherJob[Any] | Training | LocalJob:
         request = directory.settled(settings)
         directory.check_free(request, resume)
-        images = read_data(request, directory, data)
+        images = read_data(request, directory, data, unlabelled=True)
         if request.phase_a.is_local:
             return local.checked_job(request, images, students)
         if not request.phase_a.learns_gaussians:

@@ -70,6 +70,8 @@ class Plan(TypedDict):
     """Counts and bytes of a run. Values are JSON's."""
 
     images: int
+    unlabelled: int
+    """Images without labels."""
     stages: dict[str, Stage]
     """By name: phase_a (at most), export, phase_b and plain (the baseline)."""
     total: Total
@@ -101,7 +103,7 @@ def run(
     Raises UserError for settings that cannot be run.
     """
     settings = settled(settings)
-    data = data_of(settings, images, classes)
+    data = data_of(settings, images, classes, unlabelled=not plain)
     images = images or len(data.train)
     stages: dict[str, Stage] = {}
     per_image_parameters = None
@@ -122,6 +124,7 @@ def run(
     too_large = mistake_in(lambda: check_memory("the run", memory))
     planned: Plan = {
         "images": images,
+        "unlabelled": 0 if data.unlabelled is None else len(data.unlabelled),
         "stages": stages,
         "total": {"steps": steps, "memory_bytes": memory, "disk_bytes": disk},
         "world_size": world_size,
@@ -214,15 +217,17 @@ def mistake_in(check: Callable[[], None]) -> str | None:
     return None
 
 
-def data_of(settings: Settings, images: int | None, classes: int | None) -> ImageData:
-    """The data set, or what stands in for one of so many images and classes. Raises UserError where
-    one of the two numbers is missing."""
+def data_of(
+    settings: Settings, images: int | None, classes: int | None, unlabelled: bool
+) -> ImageData:
+    """The data set, ``unlabelled`` with its images without labels, or what stands in for one of so
+    many images and classes. Raises UserError where one of the two numbers is missing."""
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
     if images is not None and classes is not None:
         return random_data(settings, images, classes)
     try:
-        return load_data(settings.data, settings.download)
+        return load_data(settings.data, settings.download, unlabelled)
     except UserError as error:
         raise UserError(f"{error}; or plan without it: --images N --classes C") from None
 
@@ -254,6 +259,7 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
 
 LABELS = {
     "images": "training images",
+    "unlabelled": "images without labels",
     "per_image_parameters": "per-image parameters, in all",
     "available_memory_bytes": "available memory",
     "free_disk_bytes": "free disk",

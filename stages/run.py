@@ -54,7 +54,8 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         students[False] = "plain"
 
     def prepare() -> ImageData:
-        data = load_data(run_directory.settled(settings).data, settings.download)
+        images = run_directory.settled(settings).data
+        data = load_data(images, settings.download, unlabelled=True)
         if False in students:
             checked_student(settings, data, settings.baseline_training)
         for distilled in (True, False):

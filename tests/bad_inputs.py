@@ -917,6 +917,38 @@ DATA = [
             "train pictures.yaml --run-dir new --set data.cache=none",
         )
     ),
+    Row("run --data pictures --unlabelled new", "--unlabelled new"),
+    Row("run tiny.yaml --unlabelled pictures", "data.unlabelled pictures digits"),
+    *(
+        Row(f"{command} --run-dir new --set data.unlabelled=text", "data.unlabelled text", change)
+        for command in ("run pictures.yaml", "phase-a pictures.yaml", "plan pictures.yaml")
+        for change in (None, make("text", Path.mkdir), write("text/1.txt", "text"))
+    ),
+    *(
+        Row(f"run pictures.yaml --unlabelled {inside}", f"data.unlabelled {inside} pictures/train")
+        for inside in ("pictures/train", "pictures/train/cat")
+    ),
+    Row(
+        "run --data pictures",
+        "data.unlabelled pictures/unlabelled",
+        make("pictures/unlabelled", Path.mkdir),
+    ),
+    Row(
+        "phase-a pictures.yaml --run-dir new",
+        "data.unlabelled 20",
+        copy("elsewhere", "pictures/unlabelled"),
+    ),
+    Row(
+        "plan --data pictures/train",
+        "pictures/train/unlabelled",
+        copy("elsewhere", "pictures/train/unlabelled"),
+    ),
+    Row("plan --unlabelled pictures --images 9 --classes 2", "--unlabelled pictures --images"),
+    Row("plan --unlabelled pictures --train", "--unlabelled pictures --train"),
+    Row(
+        "run tiny.yaml --unlabelled pictures --set data.unlabelled=pictures",
+        "--unlabelled pictures --set data.unlabelled",
+    ),
     Row("evaluate --run-dir plain", "data.root --data --run-dir", remove("pictures")),
     Row(
         "evaluate --run-dir plain --data new",

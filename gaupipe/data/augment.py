@@ -52,14 +52,14 @@ class Augment:
     def __call__(
         self,
         images: Tensor,
-        image_ids: Tensor,
+        image_ids: Tensor | np.ndarray,
         epoch: int | np.ndarray,
         crop_geometry: Tensor | None = None,
     ) -> tuple[Tensor, Geometry | None]:
         """(views, where they lie) of a batch.
 
         images      uint8 [B, C, height, width], before normalisation, C 1 or 3; not changed
-        image_ids   int64 [B]
+        image_ids   int64 [B], as :meth:`gaupipe.data.splits.Split.drawn_ids` gives them
         epoch       counted from 0; one for all images, or that of each [B]
         crop_geometry
                     where the ``images`` lie, if they are crops of full-size images already, which
@@ -161,7 +161,7 @@ class Augment:
         self,
         settings: RandAugmentSettings,
         images: Tensor,
-        image_ids: Tensor,
+        image_ids: Tensor | np.ndarray,
         epoch: int | np.ndarray,
     ) -> Tensor:
         draws = uniforms(self.seed, epoch, image_ids, 2 * settings.ops, RANDAUGMENT)
@@ -180,7 +180,9 @@ class Augment:
                 images[group] = OPERATIONS[names[number]](images[group], strength, sign)
         return images
 
-    def _erase(self, images: Tensor, image_ids: Tensor, epoch: int | np.ndarray) -> Tensor:
+    def _erase(
+        self, images: Tensor, image_ids: Tensor | np.ndarray, epoch: int | np.ndarray
+    ) -> Tensor:
         draws = uniforms(self.seed, epoch, image_ids, 4 + 4 * ATTEMPTS, ERASING)
         size = (images.shape[-2], images.shape[-1])
         if self.size is not None:

@@ -37,6 +37,8 @@ class Batch:
     parts      (bucket, images): how many of the images, in their order, are of which bucket
     whole_size images of the whole batch, of which other ranks may have some; None where all are
                here
+    whole_labelled
+               those of the whole batch that have a label; None where all have, else it may be 0
     """
 
     images: Tensor
@@ -47,6 +49,7 @@ class Batch:
     stored: dict[str, np.ndarray] | None = None
     parts: Sequence[tuple[int, int]] = ()
     whole_size: int | None = None
+    whole_labelled: int | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -58,6 +61,15 @@ class Batch:
         if self.whole_size is None:
             return 1.0
         return len(self) * distributed.world_size() / self.whole_size
+
+    @property
+    def labelled(self) -> float:
+        """The number of images with a label that would be here if every part of the whole batch
+        had the same share of them. The sum over those that are here, divided by it, with the
+        :attr:`weight` of the batch becomes the mean over those of the whole batch."""
+        if self.whole_labelled is None:
+            return len(self)
+        return self.whole_labelled * len(self) / (self.whole_size or len(self))
 
 
 class Batches:
@@ -133,6 +145,11 @@ class Batches:
         :meth:`views` draws it, and ``maps`` are of that view: nothing has moved between them.
         """
         order = self.buckets.epoch(augment.seed, number, self.batch_size)[first:]
+        labelled = None
+        if self.split.labelled < len(self.split):
+            labelled = self.buckets.counts_below(
+                self.split.labelled, augment.seed, number, self.batch_size
+            )[first:]
         drawn = number
         if view is not None:  # as it was drawn for the store, whatever the epoch
             drawn = view
@@ -140,7 +157,7 @@ class Batches:
         draws = [np.full(len(ids), drawn) for ids in batches]
         wanted = requests(self.split, batches, augment, draws)
         # crops of the full files are drawn anew in each epoch, so nothing is kept for them
-        self.data.keep(training=not augment.settings.full_size)
+        self.data.keep(None if augment.settings.full_size else self.split)
         loads = self._timed(self.loader(wanted), "data")
         reads = None
         if maps is not None:
@@ -151,18 +168,17 @@ class Batches:
                 stored = next(reads)  # by the same ids in the same order as the images
             ids = loaded.ids
             pixels = self._on_device(loaded.images)
-            views, geometry = augment(pixels, ids, drawn, loaded.crop_geometry)
+            drawn_ids = self.split.drawn_ids(ids.numpy())
+            views, geometry = augment(pixels, drawn_ids, drawn, loaded.crop_geometry)
             if view is not None:
                 geometry = None  # the stored maps are of this very view
-            # images are mixed within their bucket: a partner may not depend on the world size
+            # images are mixed within their bucket: a partner may not depend on the world size;
+            # and with their kind, because half of a target says nothing
             sizes = {bucket: len(members) for bucket, members in order[step].items()}
+            buckets = np.repeat([*sizes], [*sizes.values()])
+            groups = 2 * buckets + (ids.numpy() >= self.split.labelled)
             images, mixed = mix(
-                self._normalised(views),
-                ids,
-                augment.seed,
-                number,
-                augment.settings,
-                [*sizes.values()],
+                self._normalised(views), drawn_ids, augment.seed, number, augment.settings, groups
             )
             whole_size = None
             if self.batch_sizes[first + step] != len(ids):
@@ -176,6 +192,7 @@ class Batches:
                 stored=stored,
                 parts=[*sizes.items()],
                 whole_size=whole_size,
+                whole_labelled=None if labelled is None else labelled[step],
             )
 
     def views(self, entries: np.ndarray, augment: Augment, count: int) -> Iterator[Batch]:
@@ -189,7 +206,8 @@ class Batches:
         images_of = self.loader(requests(self.split, ids, augment, views))
         for loaded, batch, drawn in zip(images_of, batches, views, strict=True):
             images = self._on_device(loaded.images)
-            images, _ = augment(images, loaded.ids, drawn, loaded.crop_geometry)
+            drawn_ids = self.split.drawn_ids(loaded.ids.numpy())
+            images, _ = augment(images, drawn_ids, drawn, loaded.crop_geometry)
             labels = self._on_device(loaded.labels)
             yield Batch(self._normalised(images), labels, torch.from_numpy(batch.copy()))
 

@@ -60,12 +60,24 @@ class Buckets:
         last. With more, whole batches differ by at most one image, and none is without images of
         some bucket.
         """
+        return self._epoch(seed, epoch, batch_size, self.rank_buckets())
+
+    def counts_below(self, image_id: int, seed: int, epoch: int, batch_size: int) -> list[int]:
+        """For every whole batch of an epoch, over all ranks, the images with ids below this one."""
+        order = self._epoch(seed, epoch, batch_size, range(self.count))
+        return [
+            int(sum(np.count_nonzero(ids < image_id) for ids in parts.values())) for parts in order
+        ]
+
+    def _epoch(
+        self, seed: int, epoch: int, batch_size: int, buckets: range
+    ) -> list[dict[int, np.ndarray]]:
         if self.count == 1:  # full batches, which several buckets cannot all have
             order = np.random.default_rng((seed, epoch)).permutation(self.images)
             return [{0: ids} for ids in slices(order, batch_size)]
         shuffled = {
             bucket: np.random.default_rng((seed, epoch, bucket)).permutation(self.members(bucket))
-            for bucket in self.rank_buckets()
+            for bucket in buckets
         }
         bounds = self._bounds(batch_size)
         return [

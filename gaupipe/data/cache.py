@@ -40,11 +40,12 @@ def cache_folder() -> Path:
         return Path(os.devnull) / "gaupipe"
 
 
-def digests_file(root: Path) -> Path:
-    """The cache of the digests of the files under one folder."""
+def digests_file(root: Path, decoded: bool = True) -> Path:
+    """The cache of the digests of the files under one folder, which were ``decoded`` too, or not
+    yet."""
     # of the whole path: two data sets may both end in images/
     name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]
-    return cache_folder() / "digests" / name
+    return cache_folder() / "digests" / (name if decoded else f"{name}-bytes")
 
 
 def read_digests(path: Path) -> dict[str, tuple[str, str]]:

@@ -7,7 +7,7 @@ import functools
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,9 @@ SPLITS = {
 }
 """Names of the folders of each split, in lower case: any case will do."""
 
+WITHOUT_LABELS = ("unlabelled", "unlabeled")
+"""Names of a folder of images without labels, beside that of the training images."""
+
 
 def place_of(data: str) -> dict[str, str | None]:
     """``name`` and ``root`` of the settings ``data`` of images that one text names: a folder or an
@@ -35,6 +38,17 @@ def place_of(data: str) -> dict[str, str | None]:
     return {"name": f"{HFDS}{folder.name}", "root": str(folder.parent)}
 
 
+def whole_place(data: str) -> str:
+    """The same place, so that later commands find it from any working directory."""
+    where = place_of(data)
+    root = where["root"]
+    if root is None:
+        return data
+    if where["name"] == "folder":
+        return root
+    return HFDS + os.path.abspath(data.removeprefix(HFDS))
+
+
 @dataclass(frozen=True)
 class SplitFolders:
     """Folders that hold a folder of images for each class; None where there is none."""
@@ -42,6 +56,8 @@ class SplitFolders:
     train: Path
     val: Path | None
     test: Path | None
+    unlabelled: Path | None = None
+    """Its images may lie at any depth."""
 
 
 def find_splits(root: Path) -> SplitFolders:
@@ -49,7 +65,8 @@ def find_splits(root: Path) -> SplitFolders:
 
     Without any of these folders all class folders lie in ``root`` itself. One line on stderr, once,
     tells of folders beside ``train/`` that are of no split. Raises UserError for a ``root`` that is
-    not there, is empty, or holds images, but none for training, and for two folders of one split.
+    not there, is empty, or holds images, but none for training, for two folders of one split, and
+    for a folder ``unlabelled`` among those of classes.
     """
     beside: list[Path] = []
     if root.is_dir():
@@ -58,6 +75,8 @@ def find_splits(root: Path) -> SplitFolders:
     others = []
     for folder in beside:
         split = split_of(folder.name)
+        if folder.name.lower() in WITHOUT_LABELS:
+            split = "unlabelled"
         if split is None:
             others.append(folder.name)
         elif split in folders:
@@ -67,13 +86,14 @@ def find_splits(root: Path) -> SplitFolders:
             )
         else:
             folders[split] = _unwrapped(folder, split)
+    unlabelled = folders.pop("unlabelled", None)
     if "train" in folders:
         if others:
             say_once(
                 f"data.root {root}: left out the folders beside the training images that are "
                 f"neither validation nor test images: {', '.join(others)}"
             )
-        return SplitFolders(folders["train"], folders.get("val"), folders.get("test"))
+        return SplitFolders(folders["train"], folders.get("val"), folders.get("test"), unlabelled)
     # a folder val/ or test/ with folders inside is a split; with images alone it is a class
     if not beside or any(map(folders_in, folders.values())):
         moved = ""
@@ -86,6 +106,11 @@ def find_splits(root: Path) -> SplitFolders:
             f"data.root: no folder {str(root / 'train')!r}; it should hold train/CLASS/*.png "
             f"(val/ and test/ may stand beside train/); or {str(root)!r} should hold CLASS/*.png"
             f"{moved}"
+        )
+    if unlabelled is not None:
+        raise UserError(
+            f"data.root: {unlabelled} would be a class like the folders beside it: put these into "
+            f"{root / 'train'}, or give it another name"
         )
     return SplitFolders(root, None, None)
 
@@ -155,12 +180,18 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
             "images for each class"
         )
     _check_levels(folder, classes)
-    if others:
-        files = "1 file"
-        if len(others) > 1:
-            files = f"{len(others)} files"
-        say_once(f"data.root {folder}: left out {files} that are no images, such as {others[0]}")
+    say_left_out(f"data.root {folder}", others)
     return classes
+
+
+def say_left_out(place: str, others: Sequence[str]) -> None:
+    """Says that files of a place are no images, if there are any."""
+    if not others:
+        return
+    files = "1 file"
+    if len(others) > 1:
+        files = f"{len(others)} files"
+    say_once(f"{place}: left out {files} that are no images, such as {others[0]}")
 
 
 def _check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
@@ -236,6 +267,8 @@ class FolderFacts:
     height: int
     val: int | None = None  # images in a folder for validation; None: a part of those for training
     test: int | None = None
+    unlabelled: int = 0
+    """Images without labels, copies of the others among them."""
 
     @property
     def images(self) -> int:
@@ -256,4 +289,7 @@ class FolderFacts:
         if self.val is not None:
             text += f", {self.val:,} validation images"
         test = "no" if self.test is None else f"{self.test:,}"
-        return f"{text}, {test} test images, {self.width} x {self.height} pixels"
+        text += f", {test} test images, "
+        if self.unlabelled:
+            text += f"{self.unlabelled:,} images without labels, "
+        return f"{text}{self.width} x {self.height} pixels"

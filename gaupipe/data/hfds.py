@@ -113,10 +113,8 @@ def _images_of(name: str, table: Dataset) -> Images | None:
     """The images of a table; None where it, or one of its images, has no label."""
     import datasets
 
+    names, reader = _names_and_bytes(name, table)
     features = table.features
-    columns = [column for column in features if isinstance(features[column], datasets.Image)]
-    if not columns:
-        raise UserError(f"{name}: no images in the columns {', '.join(features)}")
     classed = [column for column in features if isinstance(features[column], datasets.ClassLabel)]
     named = [column for column in LABEL_COLUMNS if column in features]
     if not named + classed:
@@ -131,9 +129,34 @@ def _images_of(name: str, table: Dataset) -> Images | None:
         classes = [text for text in features[label].names if text in {*labels}]
     else:
         labels = [str(value) for value in values]
+    names = [f"{label}/{name}" for label, name in zip(labels, names, strict=True)]
+    return Images(names, labels, reader, classes)
+
+
+def _names_and_bytes(name: str, table: Dataset) -> tuple[list[str], Rows]:
+    """Of each image in a table the name of its file, or else its number, and its bytes."""
+    import datasets
+
+    features = table.features
+    columns = [column for column in features if isinstance(features[column], datasets.Image)]
+    if not columns:
+        raise UserError(f"{name}: no images in the columns {', '.join(features)}")
     table = table.cast_column(columns[0], datasets.Image(decode=False))
     path = f"{columns[0]}.path"
     paths = table.flatten().select_columns([path])[:][path]
     names = [os.path.basename(path or "") or f"{place:09}" for place, path in enumerate(paths)]
-    names = [f"{label}/{name}" for label, name in zip(labels, names, strict=True)]
-    return Images(names, labels, Rows(name, table, columns[0]), classes)
+    return names, Rows(name, table, columns[0])
+
+
+def rows_without_labels(settings: DataSettings, download: bool) -> tuple[list[str], Rows]:
+    """The names and bytes of the images of ``data.name: hfds/NAME`` for training, whatever their
+    labels. Raises UserError for what cannot be read."""
+    tables = _tables(settings, download)
+    training = [name for name in tables if len(tables) == 1 or split_of(name) == "train"]
+    if len(training) != 1:
+        raise UserError(
+            f"{settings.name}: one split should be for training, and it has {', '.join(tables)}"
+        )
+    names, reader = _names_and_bytes(f"{settings.name}/{training[0]}", tables[training[0]])
+    # files of several folders may have one name
+    return [f"{place:09}/{name}" for place, name in enumerate(names)], reader

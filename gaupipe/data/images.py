@@ -32,6 +32,9 @@ from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
 
+UNLABELLED = -1
+"""In place of the label of an image that has none."""
+
 READERS = 8
 """Threads that read files at once; what they wait for is the disk or the network."""
 
@@ -73,6 +76,8 @@ def as_asked(images: FileImages) -> FileImages:
         return images
     say_lines([*problems.values(), f"{images.root}: goes on without these images: {len(problems)}"])
     kept = images.only(np.flatnonzero([name not in problems for name in images.names]))
+    if not len(kept):
+        raise UserError(f"{images.root}: none of its images can be read")
     for label in sorted({*images.labels.tolist()} - {*kept.labels.tolist()}):
         name = images.class_names[label] if images.class_names else label
         raise UserError(f"{images.root}: no image of the class {str(name)!r} can be read")
@@ -81,7 +86,8 @@ def as_asked(images: FileImages) -> FileImages:
 
 def examined(images: FileImages) -> tuple[dict[str, str], dict[str, str]]:
     """By name the SHA-256 of each file that can be read to its end as an image, and of the others
-    why they cannot, in the order of the images.
+    why they cannot, in the order of the images; without :attr:`FileImages.decoded_first` that of
+    each file that can be read.
 
     A file is read only if the cache does not know it with its present size, time stamps and inode.
     The inode counts because files that change places may agree in the rest.
@@ -90,7 +96,7 @@ def examined(images: FileImages) -> tuple[dict[str, str], dict[str, str]]:
     names = images.names
     positions = {name: position for position, name in enumerate(names)}
     stamps = {name: images.stamp(position) for name, position in positions.items()}
-    cached = digests_file(images.root)
+    cached = digests_file(images.root, images.decoded_first)
     known = {
         name: (stamp, digest)
         for name, (stamp, digest) in read_digests(cached).items()
@@ -206,6 +212,9 @@ class FileImages(Dataset[Any]):
         self.labels = np.asarray(labels, dtype=np.int64)
         self.positions = np.arange(len(labels))
         """Positions of the images that a training reads, ascending: those that may be kept."""
+        self.decoded_first = True
+        """Files are read to their end as images before anything is done with them, not their bytes
+        alone."""
 
     def at(self, size: int, interpolation: str) -> FileImages:
         """The same images as squares of another size."""
@@ -223,8 +232,9 @@ class FileImages(Dataset[Any]):
     def only(self, kept: np.ndarray) -> FileImages:
         """The images at some ascending positions, which are counted anew."""
         other = copy.copy(self)
-        for computed in ("contents", "cache"):
-            other.__dict__.pop(computed, None)
+        other.__dict__.pop("cache", None)
+        if "contents" in other.__dict__:
+            other.contents = self.contents[kept]
         other.names = [self.names[position] for position in kept]
         other.labels = self.labels[kept]
         other.positions = np.arange(len(kept))
@@ -261,7 +271,8 @@ class FileImages(Dataset[Any]):
             with refusing(self.path(position)), self.open(position) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 file.seek(0)
-                check(file)
+                if self.decoded_first:
+                    check(file)
         except UserError as error:
             return "", str(error)
         return digest, ""
@@ -320,6 +331,11 @@ class FileImages(Dataset[Any]):
         cache = ImageCache(digest, (len(self.positions), 3, self.size, self.size), enabled)
         cache.open()
         return cache
+
+    @property
+    def is_cached(self) -> bool:
+        """True where the images at :attr:`positions` are read from the cache."""
+        return self.cache.images is not None
 
     def keep(self) -> None:
         """Decodes the images that a training reads into the cache, if ``data.cache`` and the disk

@@ -28,11 +28,13 @@ MOST_WORKERS = 16
 
 class BatchRequest(NamedTuple):
     """The images of a batch: their positions in the source and ids; and, for crops that are cut
-    from the images themselves, what draws them and in which epochs."""
+    from the images themselves, what draws them, by which :meth:`Split.drawn_ids` and in which
+    epochs."""
 
     positions: np.ndarray
     ids: np.ndarray
     augment: Augment | None = None
+    drawn_ids: np.ndarray | None = None
     epochs: np.ndarray | None = None
 
 
@@ -66,7 +68,10 @@ def requests(
         draws_full_size(augment, split.source) or draws_other_size(augment, split.source)
     ):
         drawn = zip(batches, epochs, strict=True)
-        return [BatchRequest(split.positions[ids], ids, augment, epoch) for ids, epoch in drawn]
+        return [
+            BatchRequest(split.positions[ids], ids, augment, split.drawn_ids(ids), epoch)
+            for ids, epoch in drawn
+        ]
     return [BatchRequest(split.positions[ids], ids) for ids in batches]
 
 
@@ -83,9 +88,9 @@ def draws_other_size(augment: Augment, source: Source) -> bool:
 def fetch(source: Source, request: BatchRequest) -> Loaded:
     """The images of a batch; views that follow each other are of an image that is decoded once.
     Raises UserError for an image that cannot be read."""
-    positions, ids, augment, epochs = request
+    positions, ids, augment, drawn_ids, epochs = request
     labels = torch.from_numpy(source.labels[positions])
-    if augment is None or epochs is None:
+    if augment is None or drawn_ids is None or epochs is None:
         distinct, numbers = np.unique(positions, return_inverse=True)
         if len(distinct) == len(positions):
             images, _ = source.__getitems__(positions.tolist())
@@ -95,10 +100,10 @@ def fetch(source: Source, request: BatchRequest) -> Loaded:
         return Loaded(images, labels, torch.from_numpy(ids))
     pixels = decoded_once(source, positions)
     if draws_full_size(augment, source):
-        images, places = augment.crops(pixels, ids, epochs, source.size)
+        images, places = augment.crops(pixels, drawn_ids, epochs, source.size)
     else:
         images, places = augment.crops_of_squares(
-            pixels, ids, epochs, source.size, source.interpolation
+            pixels, drawn_ids, epochs, source.size, source.interpolation
         )
     return Loaded(images, labels, torch.from_numpy(ids), places)
 
@@ -113,9 +118,10 @@ def decoded_once(source: Source, positions: np.ndarray) -> Iterator[Tensor]:
 
 def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.ndarray:
     """The view that ``augment`` makes of one image in an epoch: uint8 [height, width, C]."""
-    [request] = requests(split, [np.array([image_id])], augment, [np.array([epoch])])
+    ids = np.array([image_id])
+    [request] = requests(split, [ids], augment, [np.array([epoch])])
     loaded = fetch(split.source, request)
-    views, _ = augment(loaded.images, loaded.ids, epoch, loaded.crop_geometry)
+    views, _ = augment(loaded.images, split.drawn_ids(ids), epoch, loaded.crop_geometry)
     return views[0].permute(1, 2, 0).numpy()
 
 
@@ -153,7 +159,7 @@ class Loader:
         """The batches in their order. Raises the UserError of an image that cannot be read."""
         if not requests:
             return
-        uncached = isinstance(self.source, FileImages) and self.source.cache.images is None
+        uncached = isinstance(self.source, FileImages) and not self.source.is_cached
         decodes = requests[0].augment is not None or uncached
 
         # worker processes take seconds to start, so they live on from epoch to epoch

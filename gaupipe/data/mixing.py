@@ -5,7 +5,6 @@ Axis letters: B images, C channels, H heads, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,33 +62,36 @@ class Mix:
 
 def mix(
     images: Tensor,
-    image_ids: Tensor,
+    image_ids: Tensor | np.ndarray,
     seed: int,
     epoch: int,
     settings: AugmentSettings,
-    parts: Sequence[int] = (),
+    groups: np.ndarray | None = None,
 ) -> tuple[Tensor, Mix | None]:
     """Mixup and CutMix of a batch: (mixed images, what was mixed), or the images and None when both
     are off.
 
     images      floating point [B, C, height, width], normalised or not: mixing is linear
-    parts       sizes of the parts of the batch that are mixed each among themselves; all are one
-                part by default
+    image_ids   int64 [B], as :meth:`gaupipe.data.splits.Split.drawn_ids` gives them
+    groups      int64 [B]: images are mixed with others of their group; all are one by default
 
     The images of a batch are put in an order drawn from (seed, epoch, image id), and each is mixed
-    with the next in it: partners depend on which images are in the batch, not on their places, and
-    none is its own unless it is alone. Mixup (arXiv 1710.09412) is share * own + (1 - share) *
-    partner; CutMix (arXiv 1905.04899) puts a box of the partner over the image, of the drawn area,
-    its centre anywhere and the part outside cut off; its share is the area that stays.
+    with the next of its group: partners depend on which images are in the batch, not on their
+    places, and none is its own unless it is alone. Mixup (arXiv 1710.09412) is share * own +
+    (1 - share) * partner; CutMix (arXiv 1905.04899) puts a box of the partner over the image, of
+    the drawn area, its centre anywhere and the part outside cut off; its share is the area that
+    stays.
     """
     if not (settings.mixup or settings.cutmix):
         return images, None
     pairing = uniforms(seed, epoch, image_ids, 1, PAIRING)[:, 0]
     partner = np.empty(len(image_ids), dtype=np.int64)
-    ends = np.cumsum(parts).astype(np.int64)  # of no parts float64
-    for part in np.split(np.arange(len(image_ids)), ends[:-1]):
+    if groups is None:
+        groups = np.zeros(len(image_ids), dtype=np.int64)
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
         # by the draws, and equal ones by id: the places in the batch play no part
-        order = part[np.lexsort((np.asarray(image_ids)[part], pairing[part]))]
+        order = members[np.lexsort((np.asarray(image_ids)[members], pairing[members]))]
         partner[order] = np.roll(order, -1)
     draws = uniforms(seed, epoch, image_ids, 4, MIXING)
     if settings.mixup and settings.cutmix:

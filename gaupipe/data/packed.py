@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from gaupipe.data.folder import check_classes
-from gaupipe.data.images import FileImages, as_asked
+from gaupipe.data.images import UNLABELLED, FileImages, as_asked
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 
@@ -35,6 +35,17 @@ class PackedImages(FileImages):
     reader: Reader
     places: np.ndarray
     """The reader's position of each image: it has those that were left out, too."""
+
+    @classmethod
+    def without_labels(
+        cls, place: Path, names: list[str], reader: Reader, settings: DataSettings
+    ) -> PackedImages:
+        """All images of a ``reader``. Raises UserError for two of one name."""
+        check_names(names, place)
+        images = cls(place, names, np.full(len(names), UNLABELLED), settings)
+        images.reader = reader
+        images.places = np.arange(len(names))
+        return images
 
     def open(self, position: int) -> io.BytesIO:
         return io.BytesIO(self.reader.read(int(self.places[position])))
@@ -77,16 +88,20 @@ def sources_of(
     sources: dict[str, FileImages] = {}
     for split, images in splits.items():
         check_classes(images.labels, numbers, f"{place}: {split}", "train")
-        [(name, times)] = Counter(images.names).most_common(1)
-        if times > 1:
-            raise UserError(f"{place}: {times} images have the name {name}; leave one of them")
-
+        check_names(images.names, place)
         labels = np.array([numbers[label] for label in images.labels])
         source = PackedImages(place / split, images.names, labels, settings, classes)
         source.reader = images.reader
         source.places = np.arange(len(labels))
         sources[split] = as_asked(source)
     return sources
+
+
+def check_names(names: Sequence[str], place: Path) -> None:
+    """Raises UserError for two images of one name: digests are kept by it."""
+    [(name, times)] = Counter(names).most_common(1)
+    if times > 1:
+        raise UserError(f"{place}: {times} images have the name {name}; leave one of them")
 
 
 def number_first(label: str) -> tuple[int, str]:

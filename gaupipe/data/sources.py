@@ -21,6 +21,7 @@ from gaupipe.data.hfds import row_sources
 from gaupipe.data.images import ArrayImages, FileImages, Source, as_asked
 from gaupipe.data.packed import sources_of
 from gaupipe.data.tar import find_archives, images_in
+from gaupipe.data.unlabelled import open_unlabelled
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
@@ -70,11 +71,17 @@ def open_sources(
     return train, None, test
 
 
-def facts_of(settings: DataSettings, download: bool = False) -> FolderFacts:
-    """Looks at images in files. No pixels are read, and files that are no images are passed over,
-    because whoever reads all of them says which these are. Raises UserError for a place that cannot
-    be meant, and where none of the sampled files is an image."""
+def facts_of(
+    settings: DataSettings, download: bool = False, unlabelled: bool = False
+) -> FolderFacts:
+    """Looks at images in files, ``unlabelled`` at those without labels too. No pixels are read, and
+    files that are no images are passed over, because whoever reads all of them says which these
+    are. Raises UserError for a place that cannot be meant, and where none of the sampled files is
+    an image."""
     train, val, test = open_sources(settings, download)
+    others = None
+    if unlabelled:
+        others = open_unlabelled(settings, train, download)
     assert isinstance(train, FileImages)
     sampled = dict.fromkeys(i * len(train) // SAMPLE for i in range(SAMPLE))
     sizes = []
@@ -94,6 +101,7 @@ def facts_of(settings: DataSettings, download: bool = False) -> FolderFacts:
         height=round(statistics.median(heights)),
         val=None if val is None else len(val),
         test=None if test is None else len(test),
+        unlabelled=0 if others is None else len(others),
     )
 
 

@@ -19,11 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data.images import FileImages, Source
+from gaupipe.data.images import UNLABELLED, FileImages, Source
 from gaupipe.data.sources import open_sources
+from gaupipe.data.unlabelled import JoinedImages, open_unlabelled, without_copies
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+
+APART = 1 << 62
+"""Is added to the ids of images without labels before anything is drawn by them, so that they get
+other views than training images, whose number plays no part."""
 
 
 def utf8(name: str) -> str:
@@ -33,7 +38,8 @@ def utf8(name: str) -> str:
 
 @dataclass
 class Split:
-    """Some images of a source; image id i is the source's image ``positions[i]``."""
+    """Some images of a source; image id i is the source's image ``positions[i]``. Images without
+    labels come after those with labels."""
 
     source: Source
     positions: np.ndarray
@@ -45,6 +51,17 @@ class Split:
     def labels(self) -> np.ndarray:
         """Labels [N] int64 in the order of the image ids."""
         return self.source.labels[self.positions]
+
+    @cached_property
+    def labelled(self) -> int:
+        """Images with labels, which have the first ids."""
+        return int((self.labels != UNLABELLED).sum())
+
+    def drawn_ids(self, image_ids: np.ndarray) -> np.ndarray:
+        """The numbers by which views of these images are drawn: their ids; of images without
+        labels those among themselves, far from all others."""
+        own = image_ids - self.labelled + APART
+        return np.where(image_ids < self.labelled, image_ids, own)
 
     def evenly_spaced(self, count: int) -> np.ndarray:
         """``count`` image ids from the first to the last, int64; all of them where there are
@@ -102,6 +119,10 @@ class ImageData:
     val_sha256: str | None = None
     """Names validation images of a source of their own, in the same way; None for others, which
     :attr:`sha256` names too."""
+    unlabelled: Split | None = None
+    """Images without labels, with ids of their own from 0."""
+    unlabelled_sha256: str | None = None
+    """Names them, in the same way; "" where there are none, None where nobody has looked."""
 
     @property
     def both_sha256(self) -> str:
@@ -139,8 +160,25 @@ class ImageData:
     @property
     def splits(self) -> dict[str, Split]:
         """The splits that there are, by name."""
-        splits = {"train": self.train, "val": self.val, "test": self.test}
+        splits = {
+            "train": self.train,
+            "val": self.val,
+            "test": self.test,
+            "unlabelled": self.unlabelled,
+        }
         return {name: split for name, split in splits.items() if split is not None}
+
+    def with_unlabelled(self) -> Split:
+        """The training images, which keep their ids 0 to N - 1, and those without labels after
+        them, with ids from N on."""
+        if self.unlabelled is None:
+            return self.train
+        train = self.train.source
+        assert isinstance(train, FileImages)  # else open_unlabelled had refused
+        others = self.unlabelled.source
+        assert isinstance(others, FileImages)
+        positions = np.concatenate([self.train.positions, len(train) + self.unlabelled.positions])
+        return Split(JoinedImages(train, others), positions)
 
     def split(self, name: str) -> Split:
         """A split by its name. Raises UserError where there is none."""
@@ -148,15 +186,14 @@ class ImageData:
             raise UserError(f"data set {self.name} has no split {name!r}: {', '.join(self.splits)}")
         return self.splits[name]
 
-    def keep(self, training: bool) -> None:
-        """Decodes validation images of a source of their own into the user's cache, and with
-        ``training`` the source of the training images too."""
+    def keep(self, training: Split | None) -> None:
+        """Decodes validation images of a source of their own into the user's cache, and the source
+        of the images of an epoch of ``training``; None leaves it out."""
         val = self.val.source
-        train = self.train.source
-        if isinstance(val, FileImages) and val is not train:
+        if isinstance(val, FileImages) and val is not self.train.source:
             val.keep()
-        if isinstance(train, FileImages) and training:
-            train.keep()
+        if training is not None and isinstance(training.source, FileImages):
+            training.source.keep()
 
     def write_split(self, path: Path) -> None:
         """Writes which images of the source are in each split, files by their names, and the names
@@ -166,9 +203,10 @@ class ImageData:
             "sha256": self.sha256,
             "val_sha256": self.val_sha256,
             "test_sha256": self.test_sha256,
-            "class_names": self.class_names,
+            "unlabelled_sha256": self.unlabelled_sha256,
+            "class_names": self.class_names or None,
         }
-        known = {name: fact for name, fact in facts.items() if fact}
+        known = {name: fact for name, fact in facts.items() if fact is not None}
         write_whole(path, json.dumps({"dataset": self.name, **known, **images}) + "\n")
 
     def check_split(self, path: Path, test: bool = False) -> None:
@@ -196,6 +234,8 @@ class ImageData:
                 f"with ({', '.join([*gone[:1], *new[:1]])}): put them back, {again}"
             )
         digests = {"training": "sha256", "validation": "val_sha256"}
+        if self.unlabelled_sha256 is not None:
+            digests["unlabelled"] = "unlabelled_sha256"
         if test:
             digests["test"] = "test_sha256"
             again = "or score others with 'gaupipe evaluate --data FOLDER'"
@@ -207,12 +247,18 @@ class ImageData:
                 )
 
 
-def load_data(settings: DataSettings, download: bool = False) -> ImageData:
-    """Reads the data set that ``settings`` name, which ``download`` lets torchvision fetch. Raises
-    UserError saying how to get one that is not there."""
+def load_data(
+    settings: DataSettings, download: bool = False, unlabelled: bool = False
+) -> ImageData:
+    """Reads the data set that ``settings`` name, which ``download`` lets torchvision fetch, and
+    with ``unlabelled`` its images without labels. Raises UserError saying how to get one that is
+    not there."""
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     train, val, test = open_sources(settings, download)
+    others = None
+    if unlabelled:  # what can be refused at once is, before any file is read
+        others = open_unlabelled(settings, train, download)
     labels = train.labels
     if len(np.unique(labels)) < 2:
         name = labels[0]
@@ -274,6 +320,13 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
         data.test = Split(test, np.arange(len(test)))
     if val is not None:
         data.val_sha256 = _digest(data.val)
+    if unlabelled:
+        data.unlabelled_sha256 = ""
+    if others is not None:
+        labelled = [source for source in (train, val, test) if isinstance(source, FileImages)]
+        others = without_copies(others, labelled)
+        data.unlabelled = Split(others, np.arange(len(others)))
+        data.unlabelled_sha256 = _digest(data.unlabelled)
     return data
 
 

@@ -136,6 +136,24 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
     return splits
 
 
+@functools.lru_cache(maxsize=1)  # settings are chosen by their number before these are loaded
+def images_without_labels(
+    root: Path, archives: tuple[Archive, ...]
+) -> tuple[list[str], TarMembers]:
+    """The names and bytes of all images in the ``archives`` of one place. Raises UserError for an
+    archive that is not whole, and where none holds an image."""
+    members = [
+        Member(name if len(archives) == 1 else f"{archive.path.stem}/{name}", "", number, *place)
+        for number, archive in enumerate(archives)
+        for name, *place in _with_links(archive.path)
+        if is_image(name)
+    ]
+    if not members:
+        raise UserError(f"{root}: no image that Pillow reads is in there")
+    members.sort()  # image ids are places in this order, which how tar packed them plays no part in
+    return [member.path for member in members], TarMembers(archives, members)
+
+
 def members_of(archive: Archive, number: int) -> Iterator[Member]:
     """The images of an archive. Their paths begin with the archive's split, if it has one."""
     path = archive.path

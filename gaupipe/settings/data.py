@@ -36,6 +36,10 @@ class DataSettings(Section):
     root: Annotated[Path | None, Scope.ANYTIME] = None
     """Folder of the files. With null, ``fashion_mnist`` takes the folder that the environment
     variable GAUPIPE_FASHION_MNIST names, or else the folder of Debian's package."""
+    unlabelled: Annotated[str | None, Scope.ANYTIME] = None
+    """Images without labels, which a student sees beside the training images: a folder with images
+    at any depth, a ``.tar`` or a folder of such files, or ``hfds/NAME``. With null those in a
+    folder ``unlabelled`` beside ``train``, where there is one (``name: folder``)."""
     train_images: Positive | None = None
     """Use only this many training images, the same number of each class as far as possible; null
     takes all."""

@@ -25,11 +25,19 @@ from stages.cli.options import (
     RunDir,
     Store,
     StudentName,
+    Unlabelled,
     option,
     parse_path,
 )
 from stages.cli.output import print_rich, report, show
-from stages.cli.request import find_run, parse_list, read_settings, stored_maps, student_folder
+from stages.cli.request import (
+    find_run,
+    parse_list,
+    read_settings,
+    stored_maps,
+    student_folder,
+    with_unlabelled,
+)
 from stages.runs.directory import RunDirectory
 
 
@@ -208,6 +216,7 @@ def verify(
 def plan(
     config: ConfigArgument = None,
     data: DataFolder = None,
+    unlabelled: Unlabelled = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     images: Annotated[
@@ -224,6 +233,10 @@ def plan(
 
     Example: `gaupipe plan --data photos`
     """
+    if unlabelled is not None and (plain or images is not None):
+        other = "--train" if plain else "--images"
+        raise UserError(f"--unlabelled {unlabelled}: leave it out with {other}")
+    overrides = with_unlabelled(overrides, unlabelled)
     settings, folder = read_settings(config, overrides, run_dir, data, plain=plain)
     if plain and world_size > 1:
         raise UserError("--train plans for one process: leave --world-size out")

@@ -86,6 +86,14 @@ DataFolder = Annotated[
         parser=parse_path,
     ),
 ]
+Unlabelled = Annotated[
+    str | None,
+    option(
+        "--unlabelled FOLDER",
+        "Images without labels, too: a folder, a .tar or hfds/NAME.",
+        "unlabelled/ beside train/",
+    ),
+]
 RunDir = Annotated[
     Path | None,
     option("--run-dir FOLDER", "The run's folder.", "the run used last", parser=parse_path),

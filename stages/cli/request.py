@@ -91,6 +91,22 @@ def with_model(
     return together
 
 
+def with_unlabelled(overrides: list[str] | None, place: str | None) -> list[str]:
+    """--unlabelled as a setting. Raises UserError for a place that is not there."""
+    together = list(overrides or [])
+    if place is None:
+        return together
+    from gaupipe.data.folder import whole_place
+
+    check_data(Path(place), "--unlabelled", "images")
+    for name in names_of_settings(together):
+        if name in ("data", "data.unlabelled"):
+            raise UserError(
+                f"--unlabelled {place}: is data.unlabelled, which --set {name} sets too: give one"
+            )
+    return [*together, f"data.unlabelled={json.dumps(whole_place(place))}"]
+
+
 def names_of_settings(overrides: list[str]) -> list[str]:
     """The "a.b" of each ``a.b=value``."""
     return [override.partition("=")[0] for override in overrides]

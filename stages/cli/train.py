@@ -28,6 +28,7 @@ from stages.cli.options import (
     Teacher,
     TeacherEpochs,
     TeacherLearningRate,
+    Unlabelled,
     option,
     parse_part,
 )
@@ -39,6 +40,7 @@ from stages.cli.request import (
     read_settings,
     with_model,
     with_options,
+    with_unlabelled,
 )
 from stages.runs.directory import RunDirectory
 
@@ -47,6 +49,7 @@ from stages.runs.directory import RunDirectory
 def run(
     config: ConfigArgument = None,
     data: DataFolder = None,
+    unlabelled: Unlabelled = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     epochs: Epochs = None,
@@ -65,6 +68,7 @@ def run(
     """
     overrides = with_options(overrides, "train", epochs, lr, batch_size, seed)
     overrides = with_model(overrides, "phase_a.teacher", teacher, download)
+    overrides = with_unlabelled(overrides, unlabelled)
     settings, folder = read_settings(config, overrides, run_dir, data, student, teacher)
     RunDirectory(folder).check_place()
     with starts("all stages", settings, folder, student):
@@ -79,6 +83,7 @@ def run(
 def phase_a(
     config: ConfigArgument = None,
     data: DataFolder = None,
+    unlabelled: Unlabelled = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     epochs: TeacherEpochs = None,
@@ -96,6 +101,7 @@ def phase_a(
     """
     overrides = with_options(overrides, "phase_a", epochs, lr, batch_size, seed)
     overrides = with_model(overrides, "phase_a.teacher", teacher, download)
+    overrides = with_unlabelled(overrides, unlabelled)
     settings, folder = read_settings(config, overrides, run_dir, data, teacher=teacher)
     RunDirectory(folder).check_place()
     with starts("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}"):

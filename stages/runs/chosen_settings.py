@@ -51,7 +51,9 @@ def settings_for(
     images = dict(place)
     if images["name"] == "folder":
         images["root"] = str(folder)  # as the user wrote it, for messages
-    facts = facts_of(DataSettings.model_validate(images), bool(given.get("download")))
+    images["unlabelled"] = valid.get("data", {}).get("unlabelled")
+    download = bool(given.get("download"))
+    facts = facts_of(DataSettings.model_validate(images), download, unlabelled=not plain)
     sizes = None
     if is_trained(phase.teacher):
         sizes = look_at(phase.teacher, phase.teacher_args)

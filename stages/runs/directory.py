@@ -174,9 +174,11 @@ class RunDirectory:
         if not recorded.is_file():
             return self.settings()
         settings = load(recorded)
-        if settings.data.root is None or os.path.exists(settings.data.root):
+        moved = gone(settings)
+        if not moved:
             return settings
-        return settings.with_section("data", root=self.settings().data.root)
+        now = self.settings().data
+        return settings.with_section("data", **{name: getattr(now, name) for name in moved})
 
     def check(self, settings: Settings) -> None:
         """Raises UserError if the folder holds something else than a run with these settings."""
@@ -253,22 +255,25 @@ class RunDirectory:
         return None
 
     def follow(self, settings: Settings) -> None:
-        """Writes down where the images of the settings are, if the folder that the run knows has
+        """Writes down where the images of the settings are, if a folder that the run knows has
         gone. What they are has been checked."""
         if not self.config.is_file():
             return
         before = self.settings()
-        root = settings.data.root
-        if before.data.root and root != before.data.root and not os.path.exists(before.data.root):
-            write_whole(self.config, dump(before.with_section("data", root=root)))
+        now = {name: getattr(settings.data, name) for name in gone(before)}
+        moved = before.with_section("data", **now)
+        if moved != before:
+            write_whole(self.config, dump(moved))
 
-    def load_data(self, settings: Settings, test: bool = False) -> ImageData:
-        """The data set of the run's settings, or of one of its students'. Raises UserError for
-        other images or classes than those that the run began with; for other test images with
-        ``test`` alone."""
+    def load_data(
+        self, settings: Settings, test: bool = False, unlabelled: bool = False
+    ) -> ImageData:
+        """The data set of the run's settings, or of one of its students', ``unlabelled`` with its
+        images without labels. Raises UserError for other images or classes than those that the run
+        began with; for other test images with ``test`` alone."""
         from gaupipe.data.splits import load_data  # with torch
 
-        data = load_data(settings.data, settings.download)
+        data = load_data(settings.data, settings.download, unlabelled)
         data.check_split(self.split, test)
         return data
 
@@ -312,6 +317,13 @@ def last_used() -> RunDirectory:
         )
     files = {run: (run.config, *run.path.glob("lock")) for run in runs}
     return max(runs, key=lambda run: max(path.stat().st_mtime_ns for path in files[run]))
+
+
+def gone(settings: Settings) -> list[str]:
+    """Which of the settings ``data.root`` and ``data.unlabelled`` name a place that is not there,
+    or a data set of the Hub, which has none."""
+    places = {"root": settings.data.root, "unlabelled": settings.data.unlabelled}
+    return [name for name, place in places.items() if place and not os.path.exists(place)]
 
 
 def say_if_afresh(folder: Path) -> None:

@@ -26,11 +26,16 @@ Opened = tuple[Training, TrainingState[VisionTransformer]]
 
 
 def read_data(
-    settings: Settings, run: RunDirectory | None = None, data: ImageData | None = None
+    settings: Settings,
+    run: RunDirectory | None = None,
+    data: ImageData | None = None,
+    *,
+    unlabelled: bool = False,
 ) -> ImageData:
-    """The data set of the settings, unless it has been read already. Raises UserError where it is
-    not what the ``run`` began with, or a training cannot use it."""
-    images = data or load_data(settings.data, settings.download)
+    """The data set of the settings, ``unlabelled`` with its images without labels, unless it has
+    been read already. Raises UserError where it is not what the ``run`` began with, or a training
+    cannot use it."""
+    images = data or load_data(settings.data, settings.download, unlabelled)
     if run is not None:
         images.check_split(run.split)
     check_training(settings, images)
@@ -70,7 +75,7 @@ def prepare(request: StudentRequest, build: Build, data: ImageData | None = None
     run = request.run
 
     def prepare_rank() -> Training:
-        images = read_data(settings, run, data)
+        images = read_data(settings, run, data, unlabelled=request.teacher is not None)
         afresh = not has_checkpoint(request.folder / "checkpoint")
         if afresh and run is not None:
             run.check_weights(settings)

@@ -43,7 +43,12 @@ def check_same(settings: Settings, data: ImageData, files: Mapping[str, object])
     right = dict.fromkeys(files, "every process should get the same files")
     same |= flatten(settings, Scope.ANYTIME)
     same |= {f"log.{name}": value for name, value in settings.log}  # all ranks log a step together
-    for what, digest in (("training", data.sha256), ("validation", data.val_sha256)):
+    digests = {
+        "training": data.sha256,
+        "validation": data.val_sha256,
+        "unlabelled": data.unlabelled_sha256,
+    }
+    for what, digest in digests.items():
         name = f"data set {data.name}, sha256 of the {what} images"
         same[name] = digest
         right[name] = f"every machine should have the same {what} images and labels under data.root"
