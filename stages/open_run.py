@@ -96,7 +96,7 @@ class Run:
         image_ids = checked(ids, images, f"images in {self.store.url}")
         stored = self.store.gather(image_ids * schema.views + (view or 0))
         attention = MAP_KINDS[schema.kind].reader(self.store, torch.device("cpu"))(stored)
-        return [attention.map(layer) for layer in range(schema.layers)]
+        return [attention.map(layer) for layer in range(schema.maps.layers)]
 
     def _check_view(self, view: int) -> Drawing:
         """The drawing of the views. Raises UserError for a view that the store does not have."""

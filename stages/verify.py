@@ -138,16 +138,16 @@ def differing_images(
     """The first of these images with other numbers than the teacher's, for each array, in words.
     Predictions are left out."""
     schema = maps.schema
-    names = ["labels"]
-    if job.settings.phase_a.learns_gaussians:
-        names = [name for name in stored if name != "logits"]
-    else:  # whole maps, as the choice of keys may turn out otherwise on another machine
+    names = [name for name in stored if name != "logits"]
+    if schema.has_maps and not job.settings.phase_a.learns_gaussians:
+        # whole maps, as the choice of keys may turn out otherwise on another machine
+        names = [name for name in names if name not in schema.kind_class.arrays(schema)]
         read = MAP_KINDS[schema.kind].reader(maps, torch.device("cpu"))
         stored_maps = read(stored)
         teacher_maps = read(teachers)
         distances = [  # total variation [B] of each block, mean over heads and queries
             (stored_maps.map(layer) - teacher_maps.map(layer)).abs().sum(-1).mean((1, 2)) / 2
-            for layer in range(schema.layers)
+            for layer in range(schema.maps.layers)
         ]
         distant = torch.stack(distances).mean(0).numpy() > FURTHEST
         yield from _in_words("its maps are", ids, distant)
@@ -169,7 +169,10 @@ def _in_words(what: str, ids: np.ndarray, wrong: Any) -> Iterator[str]:
 
 def are_close(stored: np.ndarray, teachers: np.ndarray, encoding: str | None) -> np.ndarray:
     """True for numbers that differ by no more than the ``encoding`` of Gaussians, None for other
-    numbers, and another device's arithmetic explain. With 8 bits that is one code."""
+    numbers, and another device's arithmetic explain. With 8 bits that is one code. Whole numbers
+    are equal or not."""
+    if stored.dtype.kind in "iu":
+        return stored == teachers
     stored = stored.astype(np.float32)
     teachers = teachers.astype(np.float32)
     if encoding != "uint8":

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from store.encoding import Gaussians, Keys, Numbers, Weights
+from store.errors import StoreError
 
 MOST_KEYED_TOKENS = 2**16 - 1
 """Tokens whose keys fit into 16 bits, one number left for what is missing."""
@@ -27,15 +28,25 @@ class ArraySpec(NamedTuple):
     numbers: Numbers
 
 
+class MapSizes(NamedTuple):
+    """The tokens (h, w) of the maps of an image, their layers and their heads."""
+
+    grid: tuple[int, int]
+    layers: int
+    heads: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArraySizes:
     """The part of a schema that a kind's arrays depend on."""
 
     num_images: int
-    grid: tuple[int, int]
-    layers: int
-    heads: int
+    grid: tuple[int, int] | None = None
+    layers: int | None = None
+    heads: int | None = None
     embedding_dim: int | None = None
+    features_dim: int | None = None
+    labelled: bool = True
     encoding: str = "float16"
     k: int | None = None
     prefix_tokens: int = 0
@@ -43,13 +54,22 @@ class ArraySizes:
     @property
     def tokens(self) -> int:
         """Tokens of a row: class and register tokens, then those of the grid."""
-        return self.prefix_tokens + self.grid[0] * self.grid[1]
+        grid, _, _ = self.maps
+        return self.prefix_tokens + grid[0] * grid[1]
+
+    @property
+    def maps(self) -> MapSizes:
+        """The sizes of the maps. Raises StoreError for a store without maps."""
+        if self.grid is None or self.layers is None or self.heads is None:
+            raise StoreError("a store of predictions has no attention maps")
+        return MapSizes(self.grid, self.layers, self.heads)
 
 
 class Kind:
     """The arrays that stand for the attention maps of an image.
 
     name              as in ``Schema.kind`` and ``--kind``
+    has_maps          whether there are any; without, grid, layers and heads are None
     decoder           whether arrays that all images share lie beside those of the images
     default_k         ``Schema.k`` where none is asked for; None for a kind without k
     default_encoding  the encoding where none is asked for
@@ -57,6 +77,7 @@ class Kind:
     """
 
     name: str
+    has_maps = True
     decoder = False
     default_k: int | None = None
     default_encoding = "float16"
@@ -90,7 +111,7 @@ class Embedding(Kind):
 
     def arrays(self, sizes: ArraySizes) -> dict[str, ArraySpec]:
         numbers = Numbers()
-        shape = (sizes.num_images, sizes.layers, sizes.embedding_dim or 0)
+        shape = (sizes.num_images, sizes.maps.layers, sizes.embedding_dim or 0)
         names = ("image", "layer", "feature")
         return {"embeddings": ArraySpec(shape, numbers.dtype, names, numbers)}
 
@@ -135,13 +156,21 @@ class TopK(Kind):
         return f"it must be a whole number from 1 to {sizes.tokens}"
 
 
+class Predictions(Kind):
+    """No maps: what every store has of an image, the teacher's predictions."""
+
+    name = "predictions"
+    has_maps = False
+
+
 KINDS: dict[str, Kind] = {
-    kind.name: kind for kind in (Gaussian(), Embedding(), Prior(), Dense(), TopK())
+    kind.name: kind for kind in (Gaussian(), Embedding(), Prior(), Dense(), TopK(), Predictions())
 }
 
 
 def query_array(sizes: ArraySizes, numbers: Numbers, **axes: int) -> ArraySpec:
     """An array with the ``axes`` (name and length) for each query of each image."""
-    shape = (sizes.num_images, sizes.layers, sizes.heads, sizes.tokens, *axes.values())
+    _, layers, heads = sizes.maps
+    shape = (sizes.num_images, layers, heads, sizes.tokens, *axes.values())
     names = ("image", "layer", "head", "query", *axes)
     return ArraySpec(shape, numbers.dtype, names, numbers)

@@ -32,7 +32,7 @@ from store.manifest import (
 from store.schema import Schema
 
 FORMAT = "gaupipe-maps"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """The only version that is written and read."""
 ROOT = "zarr.json"
 SHARD_BYTES = 32 * 2**20

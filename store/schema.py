@@ -1,7 +1,7 @@
 """The contents of a store: its kind, its sizes, and whose maps they are.
 
 Axis letters: N images, L layers, H heads, T tokens on a grid of h x w, C classes, E embedding
-width, k kept keys of a query.
+width, k kept keys of a query, D width of a teacher's features.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ENCODINGS = ("float16", "uint8")
 LARGEST = 2**31 - 1
 """The largest size, of images, tokens or anything else, that a store may have."""
 TEXTS = ("kind", "encoding", "dataset", "dataset_sha256", "teacher_sha256", "parametrisation")
-SIZES = ("num_images", "layers", "heads", "num_classes", "views")
+SIZES = ("num_images", "num_classes", "views")
+SIZES_OF_MAPS = ("layers", "heads")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,11 @@ class Schema(ArraySizes):
     codes (see `store.encoding`). `k` is the number of kept keys a query in a store of kind 'topk',
     and None in the others. `extra` holds free notes, any JSON. Raises StoreError when a field makes
     no sense.
+
+    `grid`, `layers` and `heads` are those of the maps, and None in a store of kind 'predictions',
+    which has no maps. `features_dim` numbers of an image are what the teacher makes its predictions
+    from: another probe, or one for other classes, can be fitted to them without the teacher. None
+    is a store without them. An image of a store that is not `labelled` has no label.
 
     `prefix_tokens` class and register tokens come before the grid's in the rows and columns of the
     kinds 'dense' and 'topk'.
@@ -59,10 +65,7 @@ class Schema(ArraySizes):
         for name, choices in (("kind", KINDS), ("encoding", ENCODINGS)):
             value = getattr(self, name)
             self._check(name, value in choices, f"choose one of {', '.join(choices)}")
-        grid: Any = self.grid
-        pair = isinstance(grid, (tuple, list)) and len(grid) == 2
-        self._check("grid", pair, "it must be (height, width) in tokens")
-        object.__setattr__(self, "grid", tuple(self.grid))
+        self._check("labelled", type(self.labelled) is bool, "it must be true or false")
         self._check_sizes()
         self._check("extra", isinstance(self.extra, dict), "it must be a dict")
         try:
@@ -77,10 +80,10 @@ class Schema(ArraySizes):
             raise StoreError(f"{name} is {text} in the store's schema; {right}")
 
     def _check_sizes(self) -> None:
-        sizes = {name: getattr(self, name) for name in SIZES}
-        sizes |= {f"grid[{axis}]": size for axis, size in enumerate(self.grid)}
-        if self.embedding_dim is not None:
-            sizes["embedding_dim"] = self.embedding_dim
+        sizes = {name: getattr(self, name) for name in SIZES} | self._sizes_of_maps()
+        for name in ("embedding_dim", "features_dim"):
+            if getattr(self, name) is not None:
+                sizes[name] = getattr(self, name)
         for name, size in sizes.items():
             sound = type(size) is int and 1 <= size <= LARGEST
             self._check(name, sound, f"it must be a whole number from 1 to {LARGEST}", size)
@@ -97,9 +100,28 @@ class Schema(ArraySizes):
         if self.encoding == "uint8" and not any(map(self.has_codes, self.arrays())):
             raise StoreError(f"a store of kind {self.kind!r} takes the encoding 'float16' alone")
 
+    def _sizes_of_maps(self) -> dict[str, int]:
+        """Grid, layers and heads, by name."""
+        if not self.kind_class.has_maps:
+            for name in ("grid", *SIZES_OF_MAPS):
+                right = f"it must be None in the kind {self.kind!r}, which has no maps"
+                self._check(name, getattr(self, name) is None, right)
+            return {}
+        grid: Any = self.grid
+        pair = isinstance(grid, (tuple, list)) and len(grid) == 2
+        self._check("grid", pair, "it must be (height, width) in tokens")
+        object.__setattr__(self, "grid", tuple(grid))
+        sizes = {name: getattr(self, name) for name in SIZES_OF_MAPS}
+        return sizes | {f"grid[{axis}]": size for axis, size in enumerate(grid)}
+
     @property
     def kind_class(self) -> Kind:
         return KINDS[self.kind]
+
+    @property
+    def has_maps(self) -> bool:
+        """False for a store of predictions alone."""
+        return self.kind_class.has_maps
 
     @property
     def images(self) -> int:
@@ -112,14 +134,18 @@ class Schema(ArraySizes):
 
     @functools.cached_property
     def _arrays(self) -> dict[str, ArraySpec]:
-        logits = Numbers()
+        numbers = Numbers()
         labels = Labels(self.num_classes)
         n = self.num_images
-        return {
-            **self.kind_class.arrays(self),
-            "logits": ArraySpec((n, self.num_classes), logits.dtype, ("image", "class"), logits),
-            "labels": ArraySpec((n,), labels.dtype, ("image",), labels),
-        }
+        arrays = dict(self.kind_class.arrays(self))
+        if self.features_dim is not None:
+            shape = (n, self.features_dim)
+            arrays["features"] = ArraySpec(shape, numbers.dtype, ("image", "channel"), numbers)
+        shape = (n, self.num_classes)
+        arrays["logits"] = ArraySpec(shape, numbers.dtype, ("image", "class"), numbers)
+        if self.labelled:
+            arrays["labels"] = ArraySpec((n,), labels.dtype, ("image",), labels)
+        return arrays
 
     def has_codes(self, name: str) -> bool:
         """True for an array that is stored as 8-bit codes of its numbers."""
@@ -167,7 +193,10 @@ class Schema(ArraySizes):
 
     def to_attributes(self) -> dict[str, object]:
         """The schema as JSON: these are the attributes of the store's zarr group."""
-        return {**dataclasses.asdict(self), "grid": list(self.grid)}
+        attributes = dataclasses.asdict(self)
+        if self.grid is not None:
+            attributes["grid"] = list(self.grid)
+        return attributes
 
     @classmethod
     def from_attributes(cls, attributes: dict[str, Any]) -> Schema:

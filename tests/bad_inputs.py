@@ -803,7 +803,7 @@ RUNS = [
 STORES = [
     # what the files of a store may hold is in test_store_metadata
     Row(INSPECT, f"{MAPS} format", attributes(MAPS, format="other"), STORE),
-    Row(INSPECT, f"{MAPS} 99 6 --overwrite", attributes(MAPS, format_version=99), "OtherVersion"),
+    Row(INSPECT, f"{MAPS} 99 7 --overwrite", attributes(MAPS, format_version=99), "OtherVersion"),
     *(
         Row(command, f"{MAPS} {names}", change, kind)
         for command in (INSPECT, NEW_STUDENT)

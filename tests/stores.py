@@ -33,7 +33,8 @@ def make_arrays(schema: store.Schema, seed: int = 0) -> dict[str, np.ndarray]:
         maps = random_maps(rng, (*arrays["keys"].shape[:-1], schema.tokens))
         arrays["keys"] = np.argsort(-maps, axis=-1, kind="stable")[..., : schema.k]
         arrays["weights"] = np.take_along_axis(maps, arrays["keys"], axis=-1)
-    arrays["labels"] = rng.integers(0, schema.num_classes, schema.num_images)
+    if schema.labelled:
+        arrays["labels"] = rng.integers(0, schema.num_classes, schema.num_images)
     return arrays
 
 
@@ -88,12 +89,14 @@ def assert_stored(read: dict[str, np.ndarray], written: dict[str, np.ndarray], i
         assert read[name].dtype == expected.dtype and np.array_equal(read[name], expected), name
 
 
+NO_MAPS = dict(kind="predictions", grid=None, layers=None, heads=None)
 KINDS = [
     dict(kind="gaussian"),
     dict(kind="embedding", embedding_dim=7),
     dict(kind="dense"),
     dict(kind="prior"),
     dict(kind="topk", k=3),
+    NO_MAPS,
 ]
 
 
@@ -102,6 +105,8 @@ VARIANTS = {kind["kind"]: kind for kind in KINDS} | {
     "uint8": dict(encoding="uint8"),
     "topk codes": dict(kind="topk", k=3, encoding="uint8"),
     "dense codes": dict(kind="dense", encoding="uint8"),
+    "features": NO_MAPS | dict(features_dim=200, labelled=False),
+    "unlabelled prior": dict(kind="prior", labelled=False),
 }
 """Schemas of every array and encoding."""
 

@@ -18,6 +18,7 @@ from damage import contents, differing
 from store.files import Files
 from stores import (
     KINDS,
+    NO_MAPS,
     assert_stored,
     decoder_for,
     make_arrays,
@@ -91,7 +92,7 @@ def test_zarr_finds_the_contracted_group(tmp_path):
     schema = make_schema(extra={"label_passes": 4})
     write_store(tmp_path / "s", schema, make_arrays(schema))
     group = zarr.open_group(tmp_path / "s", mode="r")
-    expected = dict(format="gaupipe-maps", format_version=6, kind="gaussian", grid=[2, 3])
+    expected = dict(format="gaupipe-maps", format_version=7, kind="gaussian", grid=[2, 3])
     expected |= dict(layers=2, heads=3, num_classes=5, dataset="toy", teacher_sha256="a" * 64)
     expected |= dict(parametrisation="loc_scale", complete=True, extra={"label_passes": 4})
     assert {name: group.attrs[name] for name in expected} == expected
@@ -175,9 +176,21 @@ def test_uint8_codes_are_read_as_documented(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(kind="maps"), "choose one of gaussian, embedding, prior, dense, topk"),
+        (dict(kind="maps"), "choose one of gaussian, embedding, prior, dense, topk, predictions"),
         (dict(heads=True), "heads is True"),
         (dict(grid=(3,)), "grid"),
+        (dict(grid=None), "grid is None .* must be .height, width."),
+        (dict(layers=None), "layers is None"),
+        (
+            dict(kind="predictions"),
+            r"grid is \(2, 3\) .* None in the kind 'predictions', .* no maps",
+        ),
+        (NO_MAPS | dict(heads=3), "heads is 3 .* None in the kind 'predictions'"),
+        (NO_MAPS | dict(k=3), "k is 3 .* in the kind 'predictions' it must be None"),
+        (NO_MAPS | dict(prefix_tokens=1), "prefix_tokens is 1"),
+        (NO_MAPS | dict(encoding="uint8"), "kind 'predictions' takes the encoding 'float16' alone"),
+        (dict(features_dim=0), "features_dim is 0"),
+        (dict(labelled=1), "labelled is 1 .* true or false"),
         (dict(kind="embedding"), "embedding_dim is None"),
         (dict(embedding_dim=8), "embedding_dim is 8"),
         (dict(encoding="int4"), "choose one of float16, uint8"),

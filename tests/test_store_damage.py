@@ -22,11 +22,12 @@ from stores import (
 )
 
 
-@pytest.fixture(params=["gaussian", "embedding", "uint8", "topk codes", "dense codes"])
+@pytest.fixture(params=["gaussian", "embedding", "uint8", "topk codes", "dense codes", "features"])
 def written(request, tmp_path):
     """A complete store of 5 images in 2 shards: (folder, schema, arrays)."""
     changes = VARIANTS[request.param]
-    schema = make_schema(num_images=5, grid=(2, 2), layers=1, heads=2, num_classes=130, **changes)
+    sizes = dict(num_images=5, grid=(2, 2), layers=1, heads=2, num_classes=130)
+    schema = make_schema(**sizes | changes)
     arrays = make_arrays(schema)
     write_store(tmp_path / "s", schema, arrays, **options_of(schema, 3))
     return tmp_path / "s", schema, arrays

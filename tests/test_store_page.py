@@ -14,6 +14,7 @@ NAMES = {
     "dense": ["attention"],
     "prior": ["raw"],
     "embedding": ["embeddings"],
+    "predictions": ["logits"],
 }
 
 
@@ -26,4 +27,4 @@ def test_the_code_of_the_page_reads_every_kind_with_zarr_alone(tmp_path, monkeyp
     exec(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], names := {})
     assert "store" not in names and "gaupipe" not in names
     for name in NAMES[schema.kind]:
-        assert names[name].shape[0] == schema.layers
+        assert names[name].shape[0] == (schema.layers or schema.num_classes)

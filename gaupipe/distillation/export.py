@@ -71,16 +71,13 @@ def make_schema(
         precision=export.precision,
         pooled_from=None if export.grid is None else list(shape.grid),
     )
-    shape = shape.stored(export)
     return store.Schema(
+        **shape.in_store(export),
         kind=kind,
         encoding=export.encoding,
         k=export.k,
         views=export.views or 1,
         num_images=len(data.train) * (export.views or 1),
-        grid=shape.grid,
-        layers=shape.layers,
-        heads=shape.heads,
         num_classes=data.num_classes,
         dataset=data.name,
         dataset_sha256=data.sha256,
@@ -88,6 +85,7 @@ def make_schema(
         parametrisation=job.settings.phase_a.parametrisation,
         embedding_dim=network.embedding if network and kind == "embedding" else None,
         prefix_tokens=getattr(job.teacher, "kept_prefix", 0),
+        labelled=notes.files is None,
         extra=notes.to_json(),
     )
 
@@ -125,9 +123,8 @@ def outputs(
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
         with torch.autocast(job.device.type, dtype, enabled=dtype != torch.float32):
             logits, attention = job.forward_with_maps(batch, generator, notes.layers)
-        if isinstance(attention, VitMaps):
-            height, width = schema.grid
-            attention = attention.on_grid((height, width))
+        if isinstance(attention, VitMaps) and schema.has_maps:
+            attention = attention.on_grid(schema.maps.grid)
         if job.probe is not None and isinstance(attention, VitMaps):
             assert attention.pooled is not None  # of a teacher without predictions
             image_ids = batch.ids // schema.views
@@ -147,12 +144,16 @@ def outputs(
             else:  # keys of 8 bytes, of shards that wait to be written, would fill the memory
                 arrays[name] = tensor.cpu().numpy().astype(schema.stored_dtype(name))
         del attention, named  # or they would lie in memory beside those of the next batch
-        yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
+        if schema.labelled:
+            arrays["labels"] = batch.labels.cpu().numpy()
+        yield batch.ids.numpy(), arrays
 
 
 def lost(schema: store.Schema, attention: Attention, arrays: dict[str, Tensor]) -> Tensor | None:
     """The shares [L, H] of a batch that its stored maps leave out: of a ViT's attention that on
     class and register tokens, of Gaussians in 8 bits those whose means the codes clip."""
+    if not schema.has_maps:
+        return None
     if isinstance(attention, VitMaps):
         return attention.dropped
     if schema.kind != "gaussian" or schema.encoding != "uint8":

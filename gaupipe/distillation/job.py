@@ -22,6 +22,7 @@ from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft
 from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.base import MapShape
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.training.job import (
     EpochPlan,
@@ -40,13 +41,13 @@ PRELOAD_BYTES = 2 * 10**9
 
 class StudentLosses(LabelLosses):
     """The losses of phase B for a batch. ``teacher_maps`` gives the maps that the student's are
-    compared with."""
+    compared with; it is None where there are none, and gamma is 0."""
 
     def __init__(
         self,
         student: VisionTransformer,
         settings: Settings,
-        teacher_maps: Callable[[Batch], TeacherMaps],
+        teacher_maps: Callable[[Batch], TeacherMaps] | None,
         teacher_predicts: bool = True,
     ) -> None:
         compile = settings.compile
@@ -64,6 +65,7 @@ class StudentLosses(LabelLosses):
         settings' the labels have."""
         loss_soft = loss_feat = None
         if gamma:
+            assert self.teacher_maps is not None
             maps = self.teacher_maps(batch)
             logits, loss_feat = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
         else:
@@ -92,7 +94,7 @@ class MapReader:
         phase: PhaseBSettings,
         device: torch.device,
     ) -> None:
-        self.layers = layer_map(phase, len(student.blocks), maps.schema.layers)
+        self.layers = layer_map(phase, len(student.blocks), maps.schema.maps.layers)
         self.heads = phase.head_map
         self.grid = tuple(student.patch_embed.grid_size)
         self.read = MAP_KINDS[maps.schema.kind].reader(maps, device)
@@ -114,7 +116,7 @@ def build(
     UserError for a student or a loss that the maps do not fit."""
     phase = settings.phase_b
     train = settings.student_training
-    check_fit(student, maps.schema, phase, maps.url)
+    check_fit(student, MapShape.of_store(maps.schema), phase, maps.url)
     check_targets(maps.schema, settings, data.image_size, maps.url)
     epochs = plan_epochs(settings, maps)
     if phase.shuffle_maps and maps.schema.kind == "prior":
@@ -122,7 +124,10 @@ def build(
             f"phase_b.shuffle_maps: all images have the same maps in {maps.url}: leave it out"
         )
     predicts = StoreNotes.of(maps.schema).has_predictions
-    losses = StudentLosses(student, settings, MapReader(maps, student, phase, device), predicts)
+    reader = None
+    if maps.schema.has_maps:
+        reader = MapReader(maps, student, phase, device)
+    losses = StudentLosses(student, settings, reader, predicts)
     remarks = remarks_on_patches(train, epochs) + remarks_on_maps(settings, maps.schema, student)
     job = student_training(settings, data, device, student, train, losses, epochs, remarks)
     return replace(
@@ -151,10 +156,7 @@ def plan_epochs(settings: Settings, maps: store.Store) -> list[EpochPlan]:
         view = None
         if views > 1:
             view = epoch % views
-        if gamma:
-            stored = MapsOfEpoch(maps, view or 0, others)
-        else:  # the maps are by far the largest arrays
-            stored = MapsOfEpoch(maps, view or 0, names=("logits", "labels"))
+        stored = MapsOfEpoch(maps, view or 0, others, with_maps=gamma > 0)
         epochs.append(EpochPlan(gamma, alpha, dropped, stored, view))
     return epochs
 
@@ -180,7 +182,7 @@ def identity_of_maps(schema: store.Schema) -> Identity:
         "the kind of store": kind,
         "the encoding of the store": schema.encoding,
         "the blocks of the store": notes.layers,
-        "the grid of the store": list(schema.grid),
+        "the grid of the store": schema.to_attributes()["grid"],
         "the precision of the store": notes.precision,
         "a probe predicts": notes.probe,
     }
@@ -193,8 +195,8 @@ def remarks_on_maps(
     phase = settings.phase_b
     augment = settings.augment
     remarks = []
-    if len(student.blocks) != schema.layers:
-        layers = layer_map(phase, len(student.blocks), schema.layers)
+    if schema.has_maps and len(student.blocks) != schema.layers:
+        layers = layer_map(phase, len(student.blocks), schema.maps.layers)
         remarks.append(f"its blocks are compared with the stored blocks {layers}")
     if phase.warm_start in ("slice", "teacher") and settings.model.stem == "conv":
         remarks.append("its convolutional stem is no part of the teacher's weights")
@@ -224,11 +226,11 @@ def check_targets(schema: store.Schema, settings: Settings, image_size: int, url
 
 
 class MapsOfEpoch:
-    """The stored entries of one epoch: of each image its entry for one of the views, all arrays or
-    those of these ``names``.
+    """The stored entries of one epoch: of each image its entry for one of the views.
 
     With ``others`` [N], a control, image i gets the maps of the image others[i], with its own
-    logits.
+    predictions. Without ``with_maps`` predictions are read alone: maps are by far the largest
+    arrays.
     """
 
     def __init__(
@@ -236,13 +238,19 @@ class MapsOfEpoch:
         maps: store.Store,
         view: int = 0,
         others: np.ndarray | None = None,
-        names: Sequence[str] | None = None,
+        with_maps: bool = True,
     ) -> None:
         self.maps = maps
         self.view = view
         self.views = maps.schema.views
         self.others = others
-        self.names = names
+        schema = maps.schema
+        self.predictions = ["logits"]
+        if schema.labelled:
+            self.predictions.append("labels")
+        self.names = self.predictions
+        if with_maps:
+            self.names = [*schema.kind_class.arrays(schema), *self.predictions]
 
     def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """As :meth:`store.Store.prefetch`."""
@@ -252,7 +260,7 @@ class MapsOfEpoch:
             return
         others = self._prefetch([self.others[image_ids] for image_ids in batches])
         for mine, other in zip(stored, others, strict=True):
-            yield {**other, "logits": mine["logits"], "labels": mine["labels"]}
+            yield {**other, **{name: mine[name] for name in self.predictions}}
 
     def _prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         entries = [image_ids * self.views + self.view for image_ids in batches]

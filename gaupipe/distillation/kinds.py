@@ -92,7 +92,7 @@ class GaussianKind(MapKind):
                 f"{maps.url}: its decoder is not that of a teacher of gaupipe: {one_line(error)}"
             ) from None
         return lambda stored: StoredGaussians(
-            gaussians(to_device(stored, device)), maps.schema.grid
+            gaussians(to_device(stored, device)), maps.schema.maps.grid
         )
 
 
@@ -123,7 +123,7 @@ class EmbeddingKind(GaussianKind):
         del weights["prior"]
         hidden = weights["bias1"].shape[-1]
         assert schema.embedding_dim is not None
-        network = Decoder(schema.layers, schema.embedding_dim, hidden, prior[0].numel())
+        network = Decoder(schema.maps.layers, schema.embedding_dim, hidden, prior[0].numel())
         network.to(prior.device).load_state_dict(weights)
 
         @torch.no_grad()
@@ -156,7 +156,7 @@ class PriorKind(GaussianKind):
 
     def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
         gaussians = from_raw(prior_of(schema, shared), schema.parametrisation)  # [L, H, T, 4]
-        return lambda stored: gaussians.expand(len(stored["labels"]), *gaussians.shape)
+        return lambda stored: gaussians.expand(len(stored["logits"]), *gaussians.shape)
 
 
 class DenseKind(MapKind):
@@ -177,7 +177,7 @@ class DenseKind(MapKind):
 
         def read(stored: Stored) -> StoredRows:
             rows = partial(self.rows, schema, to_device(stored, device))
-            return StoredRows(rows, schema.grid, schema.prefix_tokens)
+            return StoredRows(rows, schema.maps.grid, schema.prefix_tokens)
 
         return read
 
@@ -204,6 +204,21 @@ class TopKKind(DenseKind):
         return from_top_k(keys, weights, schema.tokens)
 
 
+class PredictionsKind(MapKind):
+    """No maps: the teacher's predictions alone, which every store has."""
+
+    name = "predictions"
+
+    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
+        return {}
+
+    def reader(self, maps: store.Store, device: torch.device) -> Reader:
+        raise UserError(
+            f"{maps.url}: holds a teacher's predictions and no attention maps: take a store of "
+            "another kind, such as one of 'gaupipe export-maps --kind topk'"
+        )
+
+
 def to_device(arrays: Stored, device: torch.device) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
@@ -211,10 +226,18 @@ def to_device(arrays: Stored, device: torch.device) -> dict[str, Tensor]:
 def prior_of(schema: store.Schema, shared: dict[str, Tensor]) -> Tensor:
     """The prior [L, H, T, P] of a store's decoder."""
     size = RAW_SIZE[schema.parametrisation]
-    return shared["prior"].expand(schema.layers, schema.heads, schema.tokens, size)
+    _, layers, heads = schema.maps
+    return shared["prior"].expand(layers, heads, schema.tokens, size)
 
 
 MAP_KINDS: dict[str, MapKind] = {
     kind.name: kind
-    for kind in (GaussianKind(), EmbeddingKind(), DenseKind(), PriorKind(), TopKKind())
+    for kind in (
+        GaussianKind(),
+        EmbeddingKind(),
+        DenseKind(),
+        PriorKind(),
+        TopKKind(),
+        PredictionsKind(),
+    )
 }

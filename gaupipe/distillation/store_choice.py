@@ -55,10 +55,11 @@ def chosen(
         export = ExportSettings.model_validate({**export.model_dump(), **asked})
     except ValidationError as error:
         raise UserError(f"--{problem(error, ExportSettings)}") from None
-    if teacher and student and stored is None and not settings.phase_a.learns_gaussians:
-        export = compared(export, settings.phase_b, teacher, student)
     name = export.kind or default_kind(settings, export.encoding)
     kind = store.KINDS[name]
+    has_rows = kind.has_maps and not settings.phase_a.learns_gaussians
+    if teacher and student and stored is None and has_rows:
+        export = compared(export, settings.phase_b, teacher, student)
     k = export.k
     if k is None and kind.default_k is not None:
         k = kind.default_k
@@ -119,7 +120,8 @@ def check_export(
         raise UserError(f"{prefix}kind {name}: {refusal}")
     if k is not None and store.KINDS[name].default_k is None:
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
-    if isinstance(teacher, Teacher) and (export.grid or export.layers):
+    has_rows = store.KINDS[name].has_maps and not isinstance(teacher, Teacher)
+    if not has_rows and (export.grid or export.layers):
         raise UserError(
             "export.grid and export.layers are for the maps of a trained ViT: leave them out"
         )

@@ -25,23 +25,33 @@ def layer_map(phase: PhaseBSettings, depth: int, layers: int) -> list[int | None
     return [*evenly_spaced(depth, layers)]
 
 
-def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, where: str) -> None:
-    """Raises UserError if maps with the ``grid``, ``layers`` and ``heads`` of ``schema`` cannot be
-    compared with the student's as the settings say. ``where`` names the store."""
+def check_fit(
+    student: VisionTransformer, maps: MapShape | None, phase: PhaseBSettings, where: str
+) -> None:
+    """Raises UserError if ``maps`` of this shape cannot be compared with the student's as the
+    settings say; None is a store without maps. ``where`` names the store."""
     if phase.gamma:
         check_maps(student)
+    if maps is None:
+        if phase.gamma:
+            raise UserError(
+                f"{where}: no attention maps are stored in the kind predictions, and "
+                f"phase_b.gamma={phase.gamma:g} compares some: set phase_b.gamma=0, or choose "
+                "another kind"
+            )
+        return
     shape = MapShape.of(student)
-    layers = layer_map(phase, shape.layers, schema.layers)
-    if len(layers) != shape.layers or any((layer or 0) >= schema.layers for layer in layers):
+    layers = layer_map(phase, shape.layers, maps.layers)
+    if len(layers) != shape.layers or any((layer or 0) >= maps.layers for layer in layers):
         raise UserError(
             f"phase_b.layer_map: should have {shape.layers} entries, each null or 0 to "
-            f"{schema.layers - 1}, got {phase.layer_map}"
+            f"{maps.layers - 1}, got {phase.layer_map}"
         )
     if phase.gamma and all(layer is None for layer in layers):
         raise UserError("phase_b.layer_map leaves no block to compare: set phase_b.gamma=0")
     head_map = phase.head_map
     heads = shape.heads
-    stored = schema.heads
+    stored = maps.heads
     if isinstance(head_map, list) and (
         len(head_map) != heads or max(head_map, default=0) >= stored
     ):

@@ -12,6 +12,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+import store
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import Attention
@@ -45,10 +46,23 @@ class MapShape:
         first: Any = model.blocks[0]
         return cls(tuple(model.patch_embed.grid_size), len(model.blocks), first.attn.num_heads)
 
-    def stored(self, export: ExportSettings) -> MapShape:
-        """Of the maps that an ``export`` stores of these."""
+    @classmethod
+    def of_store(cls, schema: store.Schema) -> MapShape | None:
+        """Of the maps in a store; None for a store without maps."""
+        return cls(*schema.maps) if schema.has_maps else None
+
+    def stored(self, export: ExportSettings) -> MapShape | None:
+        """Of the maps that an ``export`` stores of these; None where it stores none."""
+        assert export.kind is not None  # chosen() names it
+        if not store.KINDS[export.kind].has_maps:
+            return None
         layers = self.layers if export.layers is None else len(export.layers)
         return MapShape(export.grid or self.grid, layers, self.heads)
+
+    def in_store(self, export: ExportSettings) -> dict[str, Any]:
+        """The fields of a store's schema for :meth:`stored`."""
+        stored = self.stored(export)
+        return {} if stored is None else vars(stored)
 
 
 MOST_NUMBERS = 10**8

@@ -80,9 +80,8 @@ def local_maps(settings: Settings, student: VisionTransformer) -> LocalMaps:
     if local.permuted:
         generator = torch.Generator().manual_seed(settings.seed)
         permutation = wrong_places(shape.grid[0] * shape.grid[1], generator)
-    maps = LocalMaps(shape, stds, permutation)
-    check_fit(student, maps, settings.phase_b, "local")
-    return maps
+    check_fit(student, shape, settings.phase_b, "local")
+    return LocalMaps(shape, stds, permutation)
 
 
 def wrong_places(tokens: int, generator: torch.Generator) -> Tensor:

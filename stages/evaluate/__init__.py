@@ -221,7 +221,9 @@ def teacher_agreement(
     count = len(image_ids)
     image_ids = np.array_split(image_ids, distributed.world_size())[distributed.rank()]
     device = next(student.parameters()).device
-    teacher_maps = MapReader(maps, student, settings.phase_b, device)
+    teacher_maps = None
+    if maps.schema.has_maps:
+        teacher_maps = MapReader(maps, student, settings.phase_b, device)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
     same = torch.zeros((), dtype=torch.float64)
     divergence = torch.zeros(len(student.blocks), dtype=torch.float64)
@@ -236,6 +238,8 @@ def teacher_agreement(
         logits, log_maps = forward_with_maps(student, batch.images)
         predicted = logits.argmax(-1).cpu().numpy()
         same += (predicted == batch.stored["logits"].argmax(-1)).sum()
+        if teacher_maps is None:
+            continue
         teacher = teacher_maps(batch)
         for block, log_map in enumerate(log_maps):
             if teacher.layers[block] is None:
@@ -246,12 +250,13 @@ def teacher_agreement(
                 hidden = torch.isneginf(log_map)
             kl = feature_loss(log_map, teacher.map(block), hidden=hidden).item()
             divergence[block] += kl * len(batch) / count
-    kls: list[float | None] = distributed.all_reduce_sum(divergence).tolist()
-    for block, layer in enumerate(teacher_maps.layers):
-        if layer is None:
-            kls[block] = None
     agreement: Agreement = {"teacher_images": count}
     if StoreNotes.of(maps.schema).has_predictions:
         agreement["teacher_agreement"] = int(distributed.all_reduce_sum(same)) / count
-    agreement["map_kl"] = kls
+    if teacher_maps is not None:
+        kls: list[float | None] = distributed.all_reduce_sum(divergence).tolist()
+        for block, layer in enumerate(teacher_maps.layers):
+            if layer is None:
+                kls[block] = None
+        agreement["map_kl"] = kls
     return agreement

@@ -126,7 +126,7 @@ def announcement(schema: store.Schema, images: int, part: Part = None) -> str:
     if notes.layers:
         kind += f" of blocks {', '.join(map(str, notes.layers))}"
     if notes.pooled_from is not None:
-        kind += " on {} x {} tokens".format(*schema.grid)
+        kind += " on {} x {} tokens".format(*schema.maps.grid)
     each = f", {schema.views} of each image," if schema.views > 1 else ""
     already = ""
     if part is not None:

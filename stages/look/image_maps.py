@@ -99,16 +99,15 @@ class StoredMaps:
     def __init__(self, maps: store.Store) -> None:
         self.store = maps
         schema = maps.schema
+        self._decode = MAP_KINDS[schema.kind].reader(maps, CPU)
         self.images = schema.images
-        self.layers = schema.layers
-        self.grid = schema.grid
+        self.grid, self.layers, _ = schema.maps
         self.notes = StoreNotes.of(schema)
         self.extra = self.notes.tokens or [f"token {i}" for i in range(schema.prefix_tokens)]
-        self.blocks = self.notes.layers or list(range(schema.layers))
+        self.blocks = self.notes.layers or list(range(self.layers))
         """The numbers of the blocks in the teacher."""
-        self.labelled = self.notes.files is None
+        self.labelled = schema.labelled
         self.explains = False
-        self._decode = MAP_KINDS[schema.kind].reader(maps, CPU)
 
     @cached_property
     def data(self) -> ImageData:
@@ -136,7 +135,7 @@ class StoredMaps:
             seen.logits = torch.from_numpy(stored["logits"][0]).float()
         if self.labelled:
             seen.label = int(stored["labels"][0])
-        else:  # a store of image files, which a trained ViT was given
+        if self.notes.files is not None:  # which a trained ViT was given
             seen.by = str(self.notes.teacher)
         return seen
 
@@ -296,6 +295,8 @@ class StudentMaps(LiveMaps):
         self.explains = settings.model.attention != "gaussian"
 
         self.store = open_maps(student, data)
+        if self.store is not None and not self.store.schema.has_maps:
+            self.store = None
         learned = student.distilled and recorded_store(student.folder) is None
         self.local = settings.phase_a.is_local and learned and self.store is None
 

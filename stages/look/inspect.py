@@ -50,7 +50,10 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
     shown["images"] = schema.images
     if schema.views > 1:
         shown["views_per_image"] = schema.views
-    shown |= {"layers": schema.layers, "heads": schema.heads, "grid": list(schema.grid)}
+    if schema.has_maps:
+        grid, layers, heads = schema.maps
+        blocks = StoreNotes.of(schema).layers or list(range(layers))
+        shown |= {"layers": layers, "blocks": blocks, "heads": heads, "grid": list(grid)}
     if schema.prefix_tokens:
         shown["extra_tokens"] = schema.prefix_tokens
     return shown | {
@@ -64,7 +67,6 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
         "teacher_sha256": schema.teacher_sha256,
         "parametrisation": schema.parametrisation,
         **{name: value for name, value in schema.extra.items() if name != "layers"},
-        "blocks": StoreNotes.of(schema).layers or list(range(schema.layers)),
     }
 
 

@@ -18,11 +18,18 @@ def text(schema: store.Schema, license: str | None = None) -> str:
     notes = StoreNotes.of(schema)
     images = notes.data or {}
     teacher = notes.teacher or "gaussian"
+    known = []
+    if schema.has_maps:
+        known.append("attention maps")
+    if notes.has_predictions:
+        known.append("predictions")
+    if schema.features_dim is not None:
+        known.append("features")
     head = DatasetCardData(
         license=license,
         task_categories=["image-classification"],
-        tags=["attention-maps", "knowledge-distillation", "zarr", "gaupipe"],
-        pretty_name=f"Attention maps of {schema.dataset}",
+        tags=[known[0].replace(" ", "-"), "knowledge-distillation", "zarr", "gaupipe"],
+        pretty_name=f"{known[0].capitalize()} of {schema.dataset}",
         size_categories=size_category(schema.num_images),
     )
     card = DatasetCard.from_template(
@@ -32,7 +39,7 @@ def text(schema: store.Schema, license: str | None = None) -> str:
         version=__version__,
         license=license,
         teacher=TEACHERS.get(teacher, code(teacher)),
-        predicts=notes.has_predictions,
+        known=known,
         blocks=notes.layers,
         image_size=images.get("image_size"),
         arrays=schema.arrays(),

@@ -121,7 +121,7 @@ def planned_schema(
     """The schema of the store of an ``export`` that names its kind, but for its digests."""
     views = export.views or 1
     return store.Schema(
-        **vars(MapShape.of(model).stored(export)),
+        **MapShape.of(model).in_store(export),
         kind=str(export.kind),
         num_images=images * views,
         num_classes=classes,
@@ -180,17 +180,18 @@ def memory_of_maps(settings: Settings, model: Any, schema: store.Schema) -> int:
     """Bytes of the maps of a batch, as a teacher shows them and, where they are stored whole, once
     more. Gaussians are no maps; a trained ViT also has the activations of a block."""
     batch = min(settings.data.eval_batch_size, schema.num_images)
-    tokens = schema.tokens
+    own = MapShape.of(model)
+    stored = MapShape.of_store(schema) or own  # a trained ViT shows its maps to no end
+    tokens = math.prod(stored.grid) + schema.prefix_tokens
     times = int(schema.kind == "dense")
     activations = 0
     if not isinstance(model, Teacher):
         vit = model.model if isinstance(model, VitTeacher) else model
-        shape = MapShape.of(model)
-        tokens = math.prod(shape.grid) + getattr(vit, "num_prefix_tokens", 0)
-        batch = images_at_once(batch, shape.layers, shape.heads, tokens)
+        tokens = math.prod(own.grid) + getattr(vit, "num_prefix_tokens", 0)
+        batch = images_at_once(batch, own.layers, own.heads, tokens)
         times += 1
         activations = 4 * batch * tokens * ACTIVATIONS * vit.num_features
-    return times * 4 * batch * schema.layers * schema.heads * tokens**2 + activations
+    return times * 4 * batch * stored.layers * stored.heads * tokens**2 + activations
 
 
 def check_resources(plan: PhaseAPlan, run_dir: Path) -> None:

@@ -19,7 +19,7 @@ from gaupipe.settings.load import with_anytime
 from gaupipe.system.errors import UserError
 from gaupipe.teachers import gaussian as gaussian_teacher
 from gaupipe.teachers import vit as vit_teacher
-from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.base import MapShape, TeacherJob
 from gaupipe.teachers.probe import load_probe, source_of_probe
 from gaupipe.teachers.vit import VitJob
 from gaupipe.vit.saving import load_folder
@@ -158,7 +158,7 @@ def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
     for url, teacher_sha256 in stores_of(student):
         with contextlib.suppress(store.UnfinishedStore, UserError):
             maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
-            check_fit(student.model, maps.schema, student.settings.phase_b, url)
+            check_fit(student.model, MapShape.of_store(maps.schema), student.settings.phase_b, url)
             check_targets(maps.schema, student.settings, data.image_size, url)
             return maps
     return None

@@ -163,19 +163,24 @@ class Gallery:
         return ids[np.argsort(key, kind="stable")]
 
 
-def stored_gallery(maps: store.Store, labelled: bool = True) -> Gallery:
+def stored_gallery(maps: store.Store) -> Gallery:
     """The images of a store, with the predictions of the first view of each."""
     schema = maps.schema
 
     def read(shard: store.Shard) -> tuple[Tensor, Tensor]:
-        stored = maps.read(shard.start, shard.stop, ("labels", "logits"))
+        names = ("labels", "logits") if schema.labelled else ("logits",)
+        stored = maps.read(shard.start, shard.stop, names)
         first = slice(-shard.start % schema.views, None, schema.views)
-        logits, labels = (torch.from_numpy(stored[name][first]) for name in ("logits", "labels"))
-        return logits, labels
+        logits = torch.from_numpy(stored["logits"][first])
+        if not schema.labelled:
+            return logits, torch.full((len(logits),), -1)
+        return logits, torch.from_numpy(stored["labels"][first])
 
     def parts() -> Iterator[tuple[Tensor, Tensor]]:
         with ThreadPoolExecutor(READERS) as pool:
             yield from pool.map(read, maps.shards)
 
     predicts = StoreNotes.of(schema).has_predictions
-    return Gallery(schema.images, schema.num_classes, parts, labelled=labelled, predicts=predicts)
+    return Gallery(
+        schema.images, schema.num_classes, parts, labelled=schema.labelled, predicts=predicts
+    )

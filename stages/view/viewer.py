@@ -179,7 +179,7 @@ class Viewer:
                 return self._galleries[split, name]
             shown = self.shown(split, name)
             if isinstance(shown, StoredMaps):
-                made = stored_gallery(shown.store, shown.labelled)
+                made = stored_gallery(shown.store)
             else:
                 images = shown.data.split(split)
                 labels = images.labels if shown.labelled else None

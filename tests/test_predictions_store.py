@@ -1,0 +1,63 @@
+"""A store of predictions without maps, as the commands meet it; and images without labels."""
+
+import json
+
+import numpy as np
+import pytest
+import zarr
+
+import store
+from stores import NO_MAPS, make_arrays, make_schema, write_store
+
+
+@pytest.fixture
+def stored(run, in_process):
+    """A run of 40 digits, and a store of its teacher's predictions in place of its own."""
+    command = ("export-maps", "--run-dir", run, "--kind", "predictions", "--overwrite")
+    before = zarr.open_group(run / "maps.zarr", mode="r")["logits"][...]
+    assert in_process(*command)[0] == 0
+    return run, before
+
+
+def test_predictions_are_those_of_a_store_with_maps(stored, in_process):
+    run, before = stored
+    maps = store.open(run / "maps.zarr")
+    assert list(maps.schema.arrays()) == ["logits", "labels"]
+    assert (maps.schema.grid, maps.schema.layers, maps.schema.heads) == (None, None, None)
+    assert np.array_equal(maps.gather(np.arange(40))["logits"], before)
+    assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
+    shown = json.loads(in_process("inspect", run / "maps.zarr", "--json")[1])
+    assert (shown["kind"], shown["images"], shown["classes"]) == ("predictions", 40, 10)
+    assert not {"layers", "heads", "grid", "blocks"} & shown.keys()
+    card = (run / "maps.zarr/README.md").read_text()
+    assert "# Predictions of digits\n" in card and "a teacher's predictions, and the label" in card
+    assert "\n* kind: predictions, float16\n* images: `digits`, 10 classes" in card
+
+
+def test_a_student_learns_from_predictions_alone(stored, in_process):
+    run, _ = stored
+    train = ("phase-b", "--run-dir", run, "--name", "new", "--set", "train.epochs=1")
+    code, _, error = in_process(*train)
+    assert code == 2 and error.count("\n") == 1
+    for word in ("maps.zarr", "predictions", "phase_b.gamma=0"):
+        assert word in error
+    assert not (run / "phase_b" / "new").exists()
+    assert in_process(*train, "--set", "phase_b.gamma=0")[0] == 0
+    [line] = (run / "phase_b/new/metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["loss_soft"] > 0 and json.loads(line)["loss_feat"] is None
+    scores = json.loads(in_process("evaluate", "--run-dir", run, "--student", "new", "--json")[1])
+    assert 0 <= scores["teacher_agreement"] <= 1 and "map_kl" not in scores
+    shown = ("inspect", "--run-dir", run, "--student", "new", "--image", 3, "--json")
+    assert json.loads(in_process(*shown)[1])["teacher"] is None
+
+
+@pytest.mark.parametrize(
+    "command", [("inspect", "--image", 3), ("view", "--html", "page.html")], ids=lambda c: c[0]
+)
+def test_maps_that_are_not_there_are_refused_in_a_line(tmp_path, in_process, command):
+    schema = make_schema(**NO_MAPS)
+    write_store(tmp_path / "p.zarr", schema, make_arrays(schema))
+    code, out, error = in_process(command[0], "p.zarr", *command[1:], cwd=tmp_path)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert "p.zarr" in error and "no attention maps" in error and "--kind topk" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["p.zarr"]
