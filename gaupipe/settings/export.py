@@ -27,8 +27,8 @@ class ExportSettings(Section):
     """What is stored for each query: one of the [kinds of a store](store.md#arrays). Null is the
     smallest kind that loses nothing: what a Gaussian teacher learned of an image (``gaussian`` for
     ``per_image: table``, ``embedding``, or ``prior`` for ``none``), and ``topk`` for a trained
-    ViT. With ``encoding: uint8`` it is ``gaussian`` for each Gaussian teacher. ``predictions`` has no
-    maps, for a student with ``phase_b.gamma: 0``."""
+    ViT. With ``encoding: uint8`` it is ``gaussian`` for each Gaussian teacher. ``predictions`` has
+    no maps: it is for a student with ``phase_b.gamma: 0``."""
     encoding: Literal["float16", "uint8"] | None = None
     """``uint8`` stores numbers in 8 bits, in the kinds ``gaussian``, ``topk`` and ``dense``. Null
     is ``uint8`` for ``topk``, and ``float16`` for the other kinds."""
