@@ -153,7 +153,7 @@ def plan_phases(
     teacher = build_teacher(settings, data)
     export = planned_export(settings, teacher, MapShape.of(teacher), MapShape.of(built))
     needs = make_plan(settings, teacher, data, images, world_size)
-    schema = planned_schema(settings, teacher, export, images, data.num_classes)
+    schema = planned_schema(settings, teacher, export, data, images)
     stored, files = store_size(teacher, schema)
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
     stages: dict[str, Stage] = {

@@ -1,5 +1,5 @@
-"""The attention-map store: per-image Gaussians, embeddings, largest keys or dense maps in a zarr v3
-group, read by image id.
+"""The attention-map store: per-image Gaussians, embeddings, largest keys, dense maps or predictions
+alone in a zarr v3 group, read by image id.
 
 numpy in and out; works without the rest of gaupipe:
 
@@ -10,6 +10,7 @@ numpy in and out; works without the rest of gaupipe:
 docs/store.md describes the format, and writes a store.
 """
 
+from store.encoding import pack_names, unpack_names
 from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
 from store.files import local_folder
 from store.kinds import KINDS, ArraySpec, Kind
@@ -38,6 +39,8 @@ __all__ = [
     "join",
     "local_folder",
     "open",
+    "pack_names",
     "repair",
+    "unpack_names",
     "verify",
 ]

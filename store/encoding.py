@@ -1,4 +1,5 @@
-"""Encodes the numbers of an array for the disk: one class for each sort of numbers.
+"""Encodes the numbers of an array for the disk: one class for each sort of numbers. Names of images
+are numbers too: the bytes of their UTF-8.
 
 float16: values are clipped to the finite range, with a relative error of at most 2^-11; a standard
 deviation of 0 becomes the smallest normal number, so that a reader may divide by it.
@@ -16,8 +17,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
+
+from store.errors import StoreError
 
 MEAN_STEP = 2 / 127
 LARGEST_MEAN = 127 * MEAN_STEP
@@ -157,6 +161,55 @@ class Labels(Numbers):
     def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
         _refuse_outside(values, self.classes)
         return np.ascontiguousarray(values, np.int64)
+
+
+class Names(Numbers):
+    """Names of images, made of text by :func:`pack_names`: no type of text is known to all readers
+    of zarr."""
+
+    dtype: np.dtype = np.dtype("uint8")
+    fill = 0
+
+    def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
+        if values.dtype != np.uint8:
+            raise BadNumbers(0, f"are {values.dtype}; store.pack_names makes them of text")
+        for image, name in enumerate(_rows_as_bytes(values)):
+            if not name or 0 in name or not _is_utf8(name):
+                raise BadNumbers(image, "is no UTF-8 text; store.pack_names makes them of text")
+        return values
+
+
+def pack_names(names: Sequence[str], name_bytes: int) -> np.ndarray:
+    """Names of images as they are stored: UTF-8 [n, ``name_bytes``], filled up with 0. A character
+    without UTF-8 becomes ``\\udce9``. Raises StoreError for a name that does not fit."""
+    packed = []
+    for name in names:
+        as_bytes = name.encode(errors="backslashreplace")
+        if not 0 < len(as_bytes) <= name_bytes or 0 in as_bytes:
+            raise StoreError(
+                f"{name!r} is no name of an image: it must have 1 to {name_bytes} bytes in UTF-8, "
+                "none of them 0"
+            )
+        packed.append(as_bytes)
+    return np.array(packed, f"S{name_bytes}").view(np.uint8).reshape(len(packed), name_bytes)
+
+
+def unpack_names(packed: np.ndarray) -> list[str]:
+    """The inverse of :func:`pack_names`."""
+    return [name.decode() for name in _rows_as_bytes(packed)]
+
+
+def _rows_as_bytes(packed: np.ndarray) -> list[bytes]:
+    """Each row of bytes, without the zeros at its end."""
+    return np.ascontiguousarray(packed).view(f"S{packed.shape[1]}")[:, 0].tolist()
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 _NAN = "has NaN; only finite numbers can be stored"

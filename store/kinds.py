@@ -47,6 +47,7 @@ class ArraySizes:
     embedding_dim: int | None = None
     features_dim: int | None = None
     labelled: bool = True
+    name_bytes: int | None = None
     encoding: str = "float16"
     k: int | None = None
     prefix_tokens: int = 0

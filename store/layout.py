@@ -36,6 +36,9 @@ FORMAT_VERSION = 7
 """The only version that is written and read."""
 ROOT = "zarr.json"
 SHARD_BYTES = 32 * 2**20
+SHARD_IMAGES = 4096
+"""The most images of a shard. Where an image is a few bytes, a shard of 32 MB would be a million
+images: a killed export would begin anew, and nothing would be left for other parts."""
 COLUMN_BYTES = 256
 """An array with fewer bytes an image is compressed by whole shards; readers hold it in memory."""
 
@@ -184,7 +187,8 @@ def incomplete(url: str) -> UnfinishedStore:
 
 def images_fitting(schema: Schema, shard_bytes: int) -> int:
     """The images of a shard that has at most ``shard_bytes``, or one that is larger."""
-    return max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
+    fitting = min(shard_bytes // schema.bytes_per_image, SHARD_IMAGES, schema.num_images)
+    return max(1, fitting)
 
 
 def plan(

@@ -114,8 +114,9 @@ class Store:
         """The arrays `names`, by default all, of these images: {name: [len(image_ids), ...]}, rows
         in the order asked.
 
-        float16, labels int64, keys uint8 or uint16. Raises StoreError for an id out of range and
-        CorruptChunk, with the image id, when what is stored for one of them is damaged or missing.
+        float16, labels int64, keys uint8 or uint16, names uint8 (see `unpack_names`). Raises
+        StoreError for an id out of range and CorruptChunk, with the image id, when what is stored
+        for one of them is damaged or missing.
         """
         ids = self._check_ids(image_ids)
         names = self._check_names(names)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from store.encoding import BadNumbers, Labels, Numbers
+from store.encoding import BadNumbers, Labels, Names, Numbers
 from store.errors import StoreError
 from store.kinds import KINDS, ArraySizes, ArraySpec, Kind
 
@@ -40,7 +40,8 @@ class Schema(ArraySizes):
     `grid`, `layers` and `heads` are those of the maps, and None in a store of kind 'predictions',
     which has no maps. `features_dim` numbers of an image are what the teacher makes its predictions
     from: another probe, or one for other classes, can be fitted to them without the teacher. None
-    is a store without them. An image of a store that is not `labelled` has no label.
+    is a store without them. An image of a store that is not `labelled` has no label. `name_bytes`
+    are those of the longest name of an image in UTF-8, None in a store without names.
 
     `prefix_tokens` class and register tokens come before the grid's in the rows and columns of the
     kinds 'dense' and 'topk'.
@@ -81,7 +82,7 @@ class Schema(ArraySizes):
 
     def _check_sizes(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES} | self._sizes_of_maps()
-        for name in ("embedding_dim", "features_dim"):
+        for name in ("embedding_dim", "features_dim", "name_bytes"):
             if getattr(self, name) is not None:
                 sizes[name] = getattr(self, name)
         for name, size in sizes.items():
@@ -145,6 +146,10 @@ class Schema(ArraySizes):
         arrays["logits"] = ArraySpec(shape, numbers.dtype, ("image", "class"), numbers)
         if self.labelled:
             arrays["labels"] = ArraySpec((n,), labels.dtype, ("image",), labels)
+        if self.name_bytes is not None:
+            names = Names()
+            shape = (n, self.name_bytes)
+            arrays["names"] = ArraySpec(shape, names.dtype, ("image", "byte"), names)
         return arrays
 
     def has_codes(self, name: str) -> bool:

@@ -83,9 +83,10 @@ class Writer:
         """Stores one shard: for every array of the schema the rows of images shard.start ..
         shard.stop-1.
 
-        Values of any float dtype (labels: any integer). When it returns, the shard survives a power
-        cut; in a store that has become complete it stays as it is. Raises StoreError for a wrong
-        name or shape, for NaN (with the image id), and when the storage fails.
+        Values of any float dtype (labels: any integer; names: what `pack_names` makes of them).
+        When it returns, the shard survives a power cut; in a store that has become complete it
+        stays as it is. Raises StoreError for a wrong name or shape, for NaN (with the image id),
+        and when the storage fails.
         """
         specs = self.schema.arrays()
         if set(arrays) != set(specs):

@@ -33,6 +33,10 @@ def make_arrays(schema: store.Schema, seed: int = 0) -> dict[str, np.ndarray]:
         maps = random_maps(rng, (*arrays["keys"].shape[:-1], schema.tokens))
         arrays["keys"] = np.argsort(-maps, axis=-1, kind="stable")[..., : schema.k]
         arrays["weights"] = np.take_along_axis(maps, arrays["keys"], axis=-1)
+    if schema.name_bytes is not None:
+        longest = "ß" * (schema.name_bytes // 2)  # of two bytes each
+        names = [longest[: 1 + image % len(longest)] for image in range(schema.num_images)]
+        arrays["names"] = store.pack_names(names, schema.name_bytes)
     if schema.labelled:
         arrays["labels"] = rng.integers(0, schema.num_classes, schema.num_images)
     return arrays
@@ -84,7 +88,7 @@ def damaged_images(url) -> list[tuple]:
 
 def assert_stored(read: dict[str, np.ndarray], written: dict[str, np.ndarray], ids) -> None:
     for name, values in written.items():
-        dtype = {"labels": np.int64, "keys": np.uint8}.get(name, np.float16)
+        dtype = {"labels": np.int64, "keys": np.uint8, "names": np.uint8}.get(name, np.float16)
         expected = values[ids].astype(dtype)
         assert read[name].dtype == expected.dtype and np.array_equal(read[name], expected), name
 
@@ -107,6 +111,7 @@ VARIANTS = {kind["kind"]: kind for kind in KINDS} | {
     "dense codes": dict(kind="dense", encoding="uint8"),
     "features": NO_MAPS | dict(features_dim=200, labelled=False),
     "unlabelled prior": dict(kind="prior", labelled=False),
+    "names": NO_MAPS | dict(name_bytes=300),
 }
 """Schemas of every array and encoding."""
 

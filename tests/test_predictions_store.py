@@ -7,6 +7,8 @@ import pytest
 import zarr
 
 import store
+from arguments import sets
+from pictures import photos
 from stores import NO_MAPS, make_arrays, make_schema, write_store
 
 
@@ -61,3 +63,28 @@ def test_maps_that_are_not_there_are_refused_in_a_line(tmp_path, in_process, com
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert "p.zarr" in error and "no attention maps" in error and "--kind topk" in error
     assert [path.name for path in tmp_path.iterdir()] == ["p.zarr"]
+
+
+def test_the_store_of_a_folder_has_the_names_of_its_files(tmp_path, in_process):
+    """As many bytes and files as planned, in the order of split.json."""
+    photos(tmp_path / "photos", classes=("käfer", "dog"))
+    settings = sets(
+        "data={name: folder, image_size: 8, batch_size: 8}",
+        f"data.root={tmp_path / 'photos'}",
+        "model.args={depth: 1, embed_dim: 16, num_heads: 2, patch_size: 4}",
+        "phase_a.max_epochs=1",
+        "phase_b.gamma=0",
+        "export.kind=predictions",
+        "threads=1",
+    )
+    assert in_process("phase-a", "digits", *settings, cwd=tmp_path)[0] == 0
+    assert in_process("export-maps", "--out", "p.zarr", cwd=tmp_path)[0] == 0
+    [split] = tmp_path.glob("runs/*/split.json")
+    group = zarr.open_group(tmp_path / "p.zarr", mode="r")
+    names = [row.tobytes().rstrip(b"\0").decode() for row in group["names"][...]]
+    assert names == json.loads(split.read_text())["train"] and "käfer/0.png" in names
+
+    planned = json.loads(in_process("plan", "digits", *settings, "--json", cwd=tmp_path)[1])
+    export = planned["stages"]["export"]
+    assert export["disk_bytes"] == sum(array.nbytes for _, array in group.arrays())
+    assert export["files"] == sum(path.is_file() for path in (tmp_path / "p.zarr").rglob("*"))

@@ -88,6 +88,13 @@ def test_any_shape_and_shard_size(tmp_path_factory, data, sizes, shard_images):
     assert store.verify(url) == []
 
 
+def test_a_shard_of_small_images_has_a_few_thousand(tmp_path):
+    """Its bytes would let it have a million: nothing would be left for other parts of an export."""
+    schema = make_schema(**NO_MAPS | dict(num_images=10_000))
+    shards = store.create(tmp_path / "s", schema).shards
+    assert [shard.stop - shard.start for shard in shards] == [4096, 4096, 1808]
+
+
 def test_zarr_finds_the_contracted_group(tmp_path):
     schema = make_schema(extra={"label_passes": 4})
     write_store(tmp_path / "s", schema, make_arrays(schema))

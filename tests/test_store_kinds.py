@@ -11,6 +11,7 @@ import zarr
 import store
 from store.encoding import Weights
 from stores import (
+    NO_MAPS,
     VARIANTS,
     assert_stored,
     damaged_images,
@@ -18,6 +19,7 @@ from stores import (
     edit_root,
     make_arrays,
     make_schema,
+    options_of,
     write_pending,
     write_store,
 )
@@ -272,3 +274,40 @@ def test_whole_maps_are_decoded_with_numpy_alone(tmp_path, example, encoding):
     group = zarr.open_group(tmp_path / "s", mode="r")
     read = example("read_store")[0].read_map(group, 4)
     np.testing.assert_allclose(read, arrays["maps"][4], atol=5e-3)
+
+
+NAMES = ["cat/a b.png", "cat/ü.png", "犬/" + "x" * 26, "1", "cat/a b.png"]
+
+
+@pytest.mark.parametrize("preload_bytes", [0, 10**6])
+def test_names_of_images_are_read_by_zarr_alone(tmp_path, preload_bytes):
+    """Those of other alphabets, one that fills its row, and two that are the same."""
+    longest = max(len(name.encode()) for name in NAMES)
+    schema = make_schema(**NO_MAPS | dict(num_images=5, name_bytes=longest))
+    arrays = make_arrays(schema) | {"names": store.pack_names(NAMES, longest)}
+    write_store(tmp_path / "s", schema, arrays, shard_bytes=2 * schema.bytes_per_image)
+    array = zarr.open_group(tmp_path / "s", mode="r")["names"]
+    assert (array.shape, array.dtype) == ((5, longest), np.uint8)
+    assert [row.tobytes().rstrip(b"\0").decode() for row in array[...]] == NAMES
+    maps = store.open(tmp_path / "s", preload_bytes=preload_bytes)
+    read = maps.gather([4, 2, 1], ["names"])["names"]
+    assert store.unpack_names(read) == [NAMES[image] for image in (4, 2, 1)]
+    assert store.unpack_names(maps.read(0, 0)["names"]) == []
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "abcdef", "äöü"])
+def test_a_name_that_does_not_fit_is_refused(name):
+    with pytest.raises(store.StoreError, match="must have 1 to 5 bytes") as error:
+        store.pack_names(["fine", name], 5)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("row", [b"\0\0\0", b"a\0b", b"\xfc\0\0"], ids=str)
+def test_bytes_that_are_no_name_are_refused(tmp_path, row):
+    schema = make_schema(name_bytes=3)
+    arrays = make_arrays(schema)
+    arrays["names"][17] = np.frombuffer(row, np.uint8)
+    with pytest.raises(store.StoreError, match="image 17: names is no UTF-8 text"):
+        write_store(tmp_path / "s", schema, arrays, **options_of(schema))
+    with pytest.raises(store.StoreError, match="image 0: names are float64; store.pack_names"):
+        write_store(tmp_path / "t", schema, arrays | {"names": np.ones((23, 3))})

@@ -233,6 +233,8 @@ def test_a_run_takes_a_teacher_of_another_size_and_stores_what_its_student_compa
     assert against_teacher(str(tmp_path / "run" / "maps.zarr")) == []
     stored = torch.from_numpy(maps.gather(np.arange(4))["maps"]).float()
     data = load_data(settings.data)
+    names = store.unpack_names(maps.gather(np.arange(len(maps)), ["names"])["names"])
+    assert names == [name for name in data.train.names() for _ in range(2)]
     job = build(settings, data)
     augment = Augment(settings.augment, settings.seed, 16)
     batch = next(job.batches(data.train).views(np.arange(4), augment, 2))

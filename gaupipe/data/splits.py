@@ -75,6 +75,18 @@ class Split:
             return [self.source.names[position] for position in self.positions]
         return self.positions.tolist()
 
+    def file_names(self, image_ids: np.ndarray) -> list[str]:
+        """:meth:`names` of some images in files, in UTF-8."""
+        assert isinstance(self.source, FileImages)
+        return [utf8(self.source.names[position]) for position in self.positions[image_ids]]
+
+    @cached_property
+    def name_bytes(self) -> int | None:
+        """Bytes of the longest of the :meth:`file_names`; None where the images are in no files."""
+        if not isinstance(self.source, FileImages):
+            return None
+        return max(len(name.encode()) for name in self.file_names(np.arange(len(self))))
+
     def path(self, image_id: int) -> str:
         """The path of an image's file; the image id where the images are in no files."""
         if isinstance(self.source, FileImages):

@@ -86,6 +86,7 @@ def make_schema(
         embedding_dim=network.embedding if network and kind == "embedding" else None,
         prefix_tokens=getattr(job.teacher, "kept_prefix", 0),
         labelled=notes.files is None,
+        name_bytes=data.train.name_bytes,
         extra=notes.to_json(),
     )
 
@@ -146,7 +147,11 @@ def outputs(
         del attention, named  # or they would lie in memory beside those of the next batch
         if schema.labelled:
             arrays["labels"] = batch.labels.cpu().numpy()
-        yield batch.ids.numpy(), arrays
+        ids = batch.ids.numpy()
+        if schema.name_bytes is not None:
+            names = batches.split.file_names(ids // schema.views)
+            arrays["names"] = store.pack_names(names, schema.name_bytes)
+        yield ids, arrays
 
 
 def lost(schema: store.Schema, attention: Attention, arrays: dict[str, Tensor]) -> Tensor | None:

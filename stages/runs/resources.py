@@ -116,15 +116,16 @@ def bytes_of_images(data: ImageData) -> int:
 
 
 def planned_schema(
-    settings: Settings, model: Any, export: ExportSettings, images: int, classes: int
+    settings: Settings, model: Any, export: ExportSettings, data: ImageData, images: int
 ) -> store.Schema:
-    """The schema of the store of an ``export`` that names its kind, but for its digests."""
+    """The schema of the store of an ``export`` that names its kind, but for its digests. ``images``
+    are the training images, where they are not those of ``data``."""
     views = export.views or 1
     return store.Schema(
         **MapShape.of(model).in_store(export),
         kind=str(export.kind),
         num_images=images * views,
-        num_classes=classes,
+        num_classes=data.num_classes,
         dataset=settings.data.name,
         dataset_sha256="",
         teacher_sha256="",
@@ -132,6 +133,7 @@ def planned_schema(
         encoding=str(export.encoding),
         k=export.k,
         views=views,
+        name_bytes=data.train.name_bytes,
     )
 
 
