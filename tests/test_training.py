@@ -3,13 +3,17 @@
 from contextlib import nullcontext
 from unittest import mock
 
+import numpy as np
 import pytest
 import timm
 import torch
 from torch import nn
 
 import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
+from gaupipe.data.batches import Batch
 from gaupipe.data.buckets import Buckets
+from gaupipe.data.images import ArrayImages
+from gaupipe.data.splits import Split
 from gaupipe.settings import LogSettings, OptimSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_state import ImageState
@@ -167,13 +171,22 @@ def test_per_image_parameters_without_a_finite_gradient_stay(tmp_path):
 
 def test_means_weigh_batches_by_their_images(tmp_path):
     state, settings = make(), Settings(log=LogSettings(every=0))
-    batches = mock.Mock(steps=2, split=[0] * 3, waited={}, **{"data.num_classes": 2})
+    split = Split(ArrayImages(np.zeros((6, 1, 8, 8), np.uint8), np.zeros(6)), np.arange(6))
+    batches = mock.Mock(steps=3, split=split, waited={}, **{"data.num_classes": 2})
+
+    def batch(images: int, labelled: int | None) -> Batch:
+        return Batch(
+            torch.zeros(images), torch.zeros(images), torch.arange(images), whole_labelled=labelled
+        )
+
     with loop(settings, state, batches, tmp_path, "test", 1) as training:
         for epoch in training.epochs():
-            epoch.add(2, loss=torch.tensor(1.0))
-            epoch.add(1, loss=torch.tensor(4.0))
+            epoch.add(batch(2, None), loss=torch.tensor(1.0), acc=torch.tensor(0.5))
+            epoch.add(batch(1, 0), loss=torch.tensor(4.0), acc=torch.tensor(0.0))
+            epoch.add(batch(3, 1), loss=torch.tensor(3.0), acc=torch.tensor(1.0))
             state.finished = True
             training.save(epoch, epoch.metrics(**epoch.means()))
     entry = state.metrics[0]
-    assert entry.pop("loss") == pytest.approx(2.0)
+    assert entry.pop("loss") == pytest.approx(15 / 6)
+    assert entry.pop("acc") == pytest.approx(2 / 3)  # of the three with a label
     assert entry.keys() == {"epoch", "seconds", "processor_seconds", "images_per_s"}

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tarfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,20 @@ from PIL import Image
 from arguments import sets
 from gaupipe.data import images as image_files
 from gaupipe.data import unlabelled as room
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batches, train_and_val
 from gaupipe.data.images import UNLABELLED
+from gaupipe.data.mixing import Mix
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import load as load_settings
+from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
+from gaupipe.training.job import LabelLosses, build, hard_loss, train, training_state
+from gaupipe.training.update import Update
 from pictures import photos
+from worlds import in_world
 
 CPU = torch.device("cpu")
 SIZE = 8
@@ -266,3 +276,220 @@ def test_plan_counts_them(mine, in_process, tmp_path):
     assert code == 0 and json.loads(out)["unlabelled"] == 4
     code, out, err = in_process(*plan, "--train", cwd=tmp_path)
     assert code == 0 and json.loads(out)["unlabelled"] == 0
+
+
+# an epoch
+
+VIEWS = AugmentSettings(
+    resized_crop={"scale": (0.3, 1)},
+    crop_padding=2,
+    flip=True,
+    randaugment={"ops": 2},
+    erasing=0.5,
+)
+OF_FILES = VIEWS.model_copy(
+    update={"resized_crop": VIEWS.resized_crop.model_copy(update={"full_size": True})}
+)
+
+
+def test_training_images_keep_their_ids_and_the_others_follow(mine):
+    data = load(mine)
+    both = data.with_unlabelled()
+    count = len(data.train)
+    assert both.labels.tolist() == [*data.train.labels, *[UNLABELLED] * 7]
+    assert both.names() == [*data.train.names(), *data.unlabelled.names()]
+    assert both.path(count + 1) == data.unlabelled.path(1)
+    expected = torch.cat([pixels(data.train), pixels(data.unlabelled)])
+    mixed_up = np.random.default_rng(0).permutation(len(both))
+
+    for cached in (False, True):
+        assert both.source.is_cached == data.unlabelled.source.is_cached == cached
+        found = Batches(both, data, CPU, 5).in_order(mixed_up)
+        ids = torch.cat([batch.ids for batch in found])
+        assert ids.tolist() == mixed_up.tolist()
+        images, labels = both.source.__getitems__(both.positions[mixed_up].tolist())
+        assert torch.equal(images.permute(0, 2, 3, 1), expected[mixed_up])
+        assert labels.tolist() == both.labels[mixed_up].tolist()
+        larger = both.source.at(12, "bicubic").__getitems__(both.positions[-2:].tolist())[0]
+        assert torch.equal(larger, data.unlabelled.source.at(12, "bicubic").__getitems__([5, 6])[0])
+        data.keep(both)
+
+
+def views_of(split, data, settings, epoch):
+    """{id: (image, geometry)} of an epoch."""
+    views = {}
+    for batch in Batches(split, data, CPU, 5).epoch(epoch, Augment(settings, seed=3)):
+        places = torch.cat([batch.geometry.offset, batch.geometry.scale], dim=1)
+        views |= zip(batch.ids.tolist(), zip(batch.images, places, strict=True), strict=True)
+    return views
+
+
+@pytest.mark.parametrize("settings", [VIEWS, OF_FILES], ids=["squares", "files"])
+def test_views_depend_on_an_images_own_id_alone(mine, settings):
+    data, fewer = load(mine), load(mine, train_images=10)
+    alone = views_of(data.unlabelled, data, settings, 2)
+    labelled = views_of(data.train, data, settings, 2)
+    for these in (data, fewer):
+        count = len(these.train)
+        found = views_of(these.with_unlabelled(), these, settings, 2)
+        assert found.keys() == set(range(count + 7))
+        for number, (image, place) in alone.items():
+            assert torch.equal(found[count + number][0], image)
+            assert torch.equal(found[count + number][1], place)
+    for number, (image, _) in labelled.items():
+        assert torch.equal(views_of(data.with_unlabelled(), data, settings, 2)[number][0], image)
+    assert not any(torch.equal(alone[number][1], labelled[number][1]) for number in alone)
+
+    entries = np.arange(7) * 3 + 2  # the third view of each
+    [stored] = Batches(data.unlabelled, data, CPU, 9).views(entries, Augment(settings, 3), 3)
+    for number in alone:
+        assert torch.equal(stored.images[number], alone[number][0])
+
+
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_images_are_mixed_with_their_kind(tmp_path, buckets):
+    photos(tmp_path / "train", count=20)
+    data = load(more_photos(tmp_path / "unlabelled", 40).parent)
+    batches = Batches(data.with_unlabelled(), data, CPU, 16, buckets=buckets)
+    for batch in batches.epoch(0, Augment(AugmentSettings(mixup=0.5, cutmix=0.5), 0)):
+        known = (batch.labels != UNLABELLED).numpy()
+        assert batch.whole_labelled == batch.labelled == known.sum()
+        group = 2 * batches.buckets.of(batch.ids.numpy()) + known
+        partner = batch.mixed.partner.numpy()
+        assert (group[partner] == group).all()
+        is_alone = np.bincount(group)[group] == 1
+        assert ((partner == np.arange(len(batch))) == is_alone).all()
+
+
+# a training
+
+
+def cross_entropies(logits, targets):
+    """[B], in float64."""
+    exps = np.exp(logits - logits.max(1, keepdims=True))
+    return -(targets * np.log(exps / exps.sum(1, keepdims=True))).sum(1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_labels_are_compared_where_there_are_some(smoothing, is_mixed):
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(6, 3))
+    labels = np.array([2, UNLABELLED, 0, UNLABELLED, 1, UNLABELLED])
+    targets = np.eye(3)[labels]
+    mixed = None
+    if is_mixed:
+        partner, own = np.array([2, 3, 4, 5, 0, 1]), np.array([0.8, 0.7, 0.6, 0.5, 0.9, 0.4])
+        mixed = Mix(torch.from_numpy(partner), torch.from_numpy(own), torch.zeros(6, 4))
+        targets = own[:, None] * targets + (1 - own[:, None]) * targets[partner]
+    targets = (1 - smoothing) * targets + smoothing / 3
+    expected = cross_entropies(logits, targets)[labels != UNLABELLED].sum()
+    given = torch.from_numpy(logits).float().requires_grad_()
+    for count in (3.0, 1.25):
+        loss = hard_loss(given, torch.from_numpy(labels), smoothing, mixed, count)
+        assert loss.item() == pytest.approx(expected / count, rel=1e-5)
+    loss.backward()
+    assert not given.grad[labels == UNLABELLED].any()
+
+    none = hard_loss(given, torch.full((6,), UNLABELLED), smoothing, None, 0.0)
+    assert none.item() == 0
+
+
+SMALL = [
+    "threads=1",
+    "model.args={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4}",
+    "data.name=folder",
+    f"data.image_size={SIZE}",
+    "data.batch_size=4",
+    "train.epochs=2",
+    "train.label_smoothing=0.1",
+    "precision=float32",
+]
+
+
+STILL = ["train.optim.lr=1e-9", "train.optim.min_lr=0", "train.optim.weight_decay=0"]
+
+
+def settings_of(root, *more):
+    return load_settings("digits", [*SMALL, f"data.root={root}", *more])
+
+
+class AllImages(LabelLosses):
+    """Also a loss of every image, as phase B has."""
+
+    def forward(self, batch, gamma=0.0, alpha=0.0):
+        logits = self.forward_student(batch.images).float()
+        losses = self.label_losses(logits, batch)
+        return replace(losses, loss=losses.loss_hard + logits.square().mean())
+
+
+def job_of(settings):
+    data = load_data(settings.data, unlabelled=True)
+    job = replace(build(settings, data), unlabelled=True)
+    return replace(job, losses=AllImages(job.student, job.train))
+
+
+def gradients_of_an_epoch(settings, folder):
+    """Writes for each step this rank's labels, and the gradients of all ranks."""
+    with distributed.process_group():
+        job = job_of(settings)
+        training, _ = train_and_val(job.data, settings.data, job.device, job.images)
+        update = Update(training_state(job), training.steps)
+        losses = update.data_parallel(job.losses)
+        steps = []
+        for batch in training.epoch(0, Augment(job.augment, settings.seed)):
+            job.student.zero_grad()
+            with update.forward():
+                loss = losses(batch).loss
+            update.backward(loss, batch.weight)
+            gradients = [one.grad.flatten() for one in job.student.parameters()]
+            steps.append((batch.labels, batch.whole_labelled, torch.cat(gradients)))
+        torch.save(steps, folder / f"rank{distributed.rank()}.pt")
+
+
+def test_gradients_do_not_depend_on_the_number_of_ranks(tmp_path):
+    photos(tmp_path / "mine" / "train", count=12)
+    more_photos(tmp_path / "mine" / "unlabelled", 60)
+    settings = settings_of(tmp_path / "mine", "data.buckets=2", "augment.mixup=0.5")
+    found = {}
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        codes = in_world(size, folder, gradients_of_an_epoch, settings, folder)
+        assert codes == [0] * size, [path.read_text() for path in folder.glob("*.txt")]
+        found[size] = [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
+
+    [alone], (first, second) = found[1], found[2]
+    for one, *ranks in zip(alone, first, second, strict=True):
+        labels = torch.cat([labels for labels, _, _ in ranks])
+        assert labels.tolist() == one[0].tolist()
+        for _, count, gradient in ranks:
+            assert count == one[1] == (labels != UNLABELLED).sum()
+            assert torch.allclose(gradient, one[2], rtol=1e-4, atol=1e-6)
+    counts = [[int((labels != UNLABELLED).sum()) for labels, _, _ in steps] for steps in found[2]]
+    assert 0 in np.add(*counts)  # a batch without any label
+    assert any(0 in pair and any(pair) for pair in zip(*counts, strict=True))  # on one rank alone
+
+
+def test_accuracy_and_loss_of_an_epoch_are_those_of_images_with_labels(mine, tmp_path, capfd):
+    """Of a student that does not move, in batches with many and with few labels."""
+    more_photos(mine / "unlabelled", 40)
+    settings = settings_of(mine, *STILL, "train.epochs=1", "log.every=1")
+    job = job_of(settings)
+    images = torch.cat(
+        [batch.images for batch in Batches(job.data.train, job.data, CPU, 64).in_order()]
+    )
+    with torch.no_grad():
+        logits = job.student.eval()(images).double().numpy()
+    labels = job.data.train.labels
+    targets = 0.9 * np.eye(2)[labels] + 0.1 / 2
+    state = training_state(job)
+    train(job, state, tmp_path / "out", "student")
+    [metrics] = state.metrics
+    assert metrics["train_acc"] == pytest.approx((logits.argmax(1) == labels).mean(), abs=1e-6)
+    assert metrics["loss_hard"] == pytest.approx(cross_entropies(logits, targets).mean(), rel=1e-4)
+    assert "61 images (40 of them without labels), 2 classes" in capfd.readouterr().err
+    lines = [
+        json.loads(line) for line in (tmp_path / "out" / "steps.jsonl").read_text().splitlines()
+    ]
+    assert len(lines) == 16 and all(line["loss"] > 0 for line in lines)
+    assert state.identity["the images without labels"] == job.data.unlabelled_sha256

@@ -168,7 +168,7 @@ class Batches:
                 stored = next(reads)  # by the same ids in the same order as the images
             ids = loaded.ids
             pixels = self._on_device(loaded.images)
-            drawn_ids = self.split.drawn_ids(ids.numpy())
+            drawn_ids = self.split.drawn_ids(batches[step])
             views, geometry = augment(pixels, drawn_ids, drawn, loaded.crop_geometry)
             if view is not None:
                 geometry = None  # the stored maps are of this very view
@@ -176,7 +176,7 @@ class Batches:
             # and with their kind, because half of a target says nothing
             sizes = {bucket: len(members) for bucket, members in order[step].items()}
             buckets = np.repeat([*sizes], [*sizes.values()])
-            groups = 2 * buckets + (ids.numpy() >= self.split.labelled)
+            groups = 2 * buckets + (batches[step] >= self.split.labelled)
             images, mixed = mix(
                 self._normalised(views), drawn_ids, augment.seed, number, augment.settings, groups
             )
@@ -204,12 +204,12 @@ class Batches:
         ids = [batch // count for batch in batches]
         views = [batch % count for batch in batches]
         images_of = self.loader(requests(self.split, ids, augment, views))
-        for loaded, batch, drawn in zip(images_of, batches, views, strict=True):
+        for step, loaded in enumerate(images_of):
             images = self._on_device(loaded.images)
-            drawn_ids = self.split.drawn_ids(loaded.ids.numpy())
-            images, _ = augment(images, drawn_ids, drawn, loaded.crop_geometry)
+            drawn_ids = self.split.drawn_ids(ids[step])
+            images, _ = augment(images, drawn_ids, views[step], loaded.crop_geometry)
             labels = self._on_device(loaded.labels)
-            yield Batch(self._normalised(images), labels, torch.from_numpy(batch.copy()))
+            yield Batch(self._normalised(images), labels, torch.from_numpy(batches[step].copy()))
 
     def _unchanged(self, loaded: Loaded, parts: Sequence[tuple[int, int]] = ()) -> Batch:
         images = self._normalised(self._on_device(loaded.images))
@@ -236,11 +236,13 @@ class Batches:
 
 
 def train_and_val(
-    data: ImageData, settings: DataSettings, device: torch.device
+    data: ImageData, settings: DataSettings, device: torch.device, images: Split | None = None
 ) -> tuple[Batches, Batches]:
-    """Batches of the training and of the validation images, of the sizes that the settings say."""
+    """Batches of the training images, or of the ``images`` that a training sees, and of the
+    validation images, of the sizes that the settings say."""
     workers = settings.workers
     buckets = settings.num_buckets
-    training = Batches(data.train, data, device, settings.batch_size, workers, buckets)
+    images = images or data.train
+    training = Batches(images, data, device, settings.batch_size, workers, buckets)
     validation = Batches(data.val, data, device, settings.eval_batch_size, workers, buckets)
     return training, validation

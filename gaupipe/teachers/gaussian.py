@@ -95,7 +95,7 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
                 # an image occurs once an epoch, so its parameters step at once
                 if per_image is not None and parameters is not None:
                     per_image.update(batch.ids, per_image_gradient(parameters, scale))
-                epoch.add(len(batch), loss=loss)
+                epoch.add(batch, loss=loss)
             losses = epoch.means()
 
             trained = replace(job, teacher=state.kept)

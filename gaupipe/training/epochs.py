@@ -14,7 +14,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from gaupipe.data.batches import Batches
+from gaupipe.data.batches import Batch, Batches
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped
@@ -22,6 +22,7 @@ from gaupipe.system.progress import EpochMetrics, EpochProgress, write_metrics
 from gaupipe.system.signals import Pauses
 from gaupipe.training.state import BegunEpoch, RankInEpoch, TrainingState
 from gaupipe.training.step_log import StepLog
+from gaupipe.training.sums import Sums
 from gaupipe.training.update import Update
 
 SHOWN = ("loss", "acc")
@@ -114,8 +115,12 @@ def what_is_left(state: TrainingState[Any], update: Update, batches: Batches, to
     if state.finished:
         return f"has finished after {done} epochs: nothing is left to train"
     parameters = sum(parameter.numel() for parameter in state.modules.parameters())
+    images = f"{len(batches.split):,} images"
+    unlabelled = len(batches.split) - batches.split.labelled
+    if unlabelled:
+        images += f" ({unlabelled:,} of them without labels)"
     return (
-        f"{len(batches.split):,} images, {batches.data.num_classes} classes, "
+        f"{images}, {batches.data.num_classes} classes, "
         f"{parameters:,} parameters, {update.device}, {state.precision}, "
         f"epochs {done + 1} to {total}"
     )
@@ -135,10 +140,9 @@ class Epoch:
         self.first = state.batches
         """The number of the batch to begin with."""
         self.batches = self.first
-        self.images = 0
+        self.sums = Sums()
         self.started = time.monotonic()
         self.processor_started = time.process_time()
-        self.sums: dict[str, Tensor] = {}
         self._generators: dict[int, torch.Generator] = {}
         loop.steps.begin_line()
         if state.epoch:
@@ -161,22 +165,20 @@ class Epoch:
             else:
                 generator.manual_seed(generator.initial_seed() + (self.first << 40))
 
-    def add(self, images: int, **values: Tensor) -> None:
-        """Ends a batch of this many images, with the means of its losses over them. Writes a
-        checkpoint where one is due, and raises Stopped then after a signal."""
+    def add(self, batch: Batch, **values: Tensor) -> None:
+        """Ends a batch, with the means of its losses. Writes a checkpoint where one is due, and
+        raises Stopped then after a signal."""
         update = self.loop.update
         steps = self.loop.steps
-        for totals in (self, steps):
-            totals.images += images
-            for name, value in values.items():
-                totals.sums[name] = totals.sums.get(name, 0) + value.detach() * images
+        for sums in (self.sums, steps.sums):
+            sums.add(len(batch), batch.labelled, values)
         self.batches += 1
         progress = self.loop.progress
         if progress.is_stale:
-            means = {name: float(self.sums[name]) / self.images for name in SHOWN if name in values}
-            shown = " ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+            means = self.sums.means()
+            shown = " ".join(f"{name} {means[name]:.3f}" for name in SHOWN if name in means)
             progress.show(f"{progress.label} {self.number + 1}/{self.loop.total} {shown}")
-        progress.advance(images * distributed.world_size())
+        progress.advance(len(batch) * distributed.world_size())
         if steps.every and update.batch % steps.every == 0:
             steps.write(self.number)
         # an epoch with a checkpoint in it has another at its end, before an evaluation that may be
@@ -192,12 +194,14 @@ class Epoch:
         Raises UserError for a loss that is not finite."""
         self.loop.update.check()
         if distributed.world_size() > 1:
-            self.images = int(distributed.all_reduce_sum(torch.tensor(self.images)))
-            sums = torch.stack([*self.sums.values()])
-            self.sums = dict(zip(self.sums, distributed.all_reduce_sum(sums), strict=True))
+            mine = self.sums
+            counts = torch.tensor([mine.images, mine.labelled], dtype=torch.float64)
+            images, labelled = distributed.all_reduce_sum(counts).tolist()
+            values = distributed.all_reduce_sum(torch.stack([*mine.values.values()]))
+            self.sums = Sums(int(images), labelled, dict(zip(mine.values, values, strict=True)))
         self.seconds = time.monotonic() - self.started
         self.processor_seconds = time.process_time() - self.processor_started
-        return {name: (total / self.images).item() for name, total in self.sums.items()}
+        return self.sums.means()
 
     def metrics(self, **values: float | None) -> EpochMetrics:
         """The epoch's line in metrics.jsonl: the losses and accuracies ``values``, and the time of
@@ -207,7 +211,7 @@ class Epoch:
             **values,
             "seconds": round(self.seconds, 3),
             "processor_seconds": round(self.processor_seconds, 3),
-            "images_per_s": round(self.images / self.seconds, 1),
+            "images_per_s": round(self.sums.images / self.seconds, 1),
         }
         return cast(EpochMetrics, line)
 
@@ -223,8 +227,9 @@ class Epoch:
         processor_began = time.process_time()
         update = self.loop.update
         mine: RankInEpoch = {
-            "images": self.images,
-            "sums": {name: total.cpu() for name, total in self.sums.items()},
+            "images": self.sums.images,
+            "labelled": self.sums.labelled,
+            "sums": {name: total.cpu() for name, total in self.sums.values.items()},
             "generators": {name: one.get_state() for name, one in self._generators.items()},
         }
         update.state.epoch = {
@@ -248,7 +253,9 @@ class Epoch:
         mine = ranks[distributed.rank() :: distributed.world_size()]
         self.started -= saved["seconds"]
         self.processor_started -= saved["processor_seconds"]
-        self.images = sum(rank["images"] for rank in mine)
+        self.sums.images = sum(rank["images"] for rank in mine)
+        self.sums.labelled = sum(rank["labelled"] for rank in mine)
         for name, total in ranks[0]["sums"].items():
             sums = [rank["sums"][name] for rank in mine]
-            self.sums[name] = sum(sums, torch.zeros_like(total)).to(self.loop.update.device)
+            value = sum(sums, torch.zeros_like(total))
+            self.sums.values[name] = value.to(self.loop.update.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, train_and_val
 from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.data.images import UNLABELLED
 from gaupipe.data.mixing import Mix, mixed_targets
-from gaupipe.data.splits import ImageData
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import (
     BaselineSettings,
     ExportSettings,
@@ -41,21 +43,33 @@ from gaupipe.vit.fine_tuning import remarks_on_start, weights_sha256
 
 
 def hard_loss(
-    logits: Tensor, labels: Tensor, smoothing: float = 0.0, mixed: Mix | None = None
+    logits: Tensor,
+    labels: Tensor,
+    smoothing: float = 0.0,
+    mixed: Mix | None = None,
+    labelled: float | None = None,
 ) -> Tensor:
     """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), or with the probabilities that
-    ``mixed`` makes of them; optionally smoothed."""
+    ``mixed`` makes of them; optionally smoothed. The mean over the batch, or, with ``labelled``,
+    the sum over the images that have a label, divided by this number."""
+    has_label = labels != UNLABELLED
+    if labelled is not None:
+        labels = labels.clamp(min=0)  # what stands for no label is no class
     if mixed is not None:
         # F.one_hot would look at the labels on the host
         one_hot = torch.zeros_like(logits).scatter_(1, labels[:, None], 1.0)
         labels = mixed_targets(one_hot, mixed)
-    return F.cross_entropy(logits, labels, label_smoothing=smoothing)
+    if labelled is None:
+        return F.cross_entropy(logits, labels, label_smoothing=smoothing)
+    losses = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
+    return torch.where(has_label, losses, 0.0).sum() / (labelled or 1.0)
 
 
 @dataclass(frozen=True)
 class StepLosses:
     """Means over the images of a batch, scalars: the ``loss`` to minimise, what it is a weighted
-    sum of, and the accuracy. None for what the batch was not compared with."""
+    sum of, and the accuracy. None for what the batch was not compared with. Those of labels are
+    means as :attr:`Batch.labelled` defines them."""
 
     loss: Tensor
     loss_hard: Tensor
@@ -89,12 +103,16 @@ class LabelLosses(nn.Module):
         return self.label_losses(self.forward_student(batch.images).float(), batch)
 
     def label_losses(self, logits: Tensor, batch: Batch) -> StepLosses:
-        """Losses of logits [B, C] float32."""
-        loss = hard_loss(logits, batch.labels, self.label_smoothing, batch.mixed)
+        """Losses of logits [B, C] float32, of the images that have a label."""
+        labelled = None
+        if batch.whole_labelled is not None:
+            labelled = batch.labelled
+        loss = hard_loss(logits, batch.labels, self.label_smoothing, batch.mixed, labelled)
         labels = batch.labels
         if batch.mixed is not None:
             labels = batch.mixed.main_labels(labels)
-        return StepLosses(loss, loss, acc=(logits.argmax(-1) == labels).float().mean())
+        right = (logits.argmax(-1) == labels).float()  # never where there is no label
+        return StepLosses(loss, loss, acc=right.sum() / (batch.labelled or 1.0))
 
 
 @dataclass(frozen=True)
@@ -129,6 +147,8 @@ class Training:
     """Gives the losses of a (batch, gamma, alpha)."""
     epochs: list[EpochPlan]
     identity: Identity
+    unlabelled: bool = False
+    """An epoch has the images without labels too."""
     source_of_maps: tuple[str, str] | None = None
     """(url, sha256 of its teacher) of the store that the student learns from, if any."""
     stop_accuracy: float | None = None
@@ -136,11 +156,16 @@ class Training:
     remarks: Sequence[str] = ()
     """Lines to print before the first epoch."""
 
+    @cached_property
+    def images(self) -> Split:
+        """The images of an epoch."""
+        return self.data.with_unlabelled() if self.unlabelled else self.data.train
+
 
 def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, label: str) -> None:
     """Trains all epochs that are left: each batch makes an optimizer step, each epoch a score, a
     line of metrics.jsonl and a checkpoint. ``label`` names the training in lines and on the bar."""
-    training, validation = train_and_val(job.data, job.settings.data, job.device)
+    training, validation = train_and_val(job.data, job.settings.data, job.device, job.images)
     augment = Augment(job.augment, job.settings.seed)
     total = len(job.epochs)
 
@@ -155,7 +180,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, 
                     losses: StepLosses = compute_losses(batch, plan.gamma, plan.alpha)
                 update.backward(losses.loss, batch.weight)
                 update.step()  # the optimizer's, after optim.accumulate batches
-                epoch.add(len(batch), **losses.by_name())  # saves, if checkpoint_minutes are over
+                epoch.add(batch, **losses.by_name())  # saves, if checkpoint_minutes are over
             means = epoch.means()
 
             scores = score_model(state.kept, validation)
@@ -211,7 +236,10 @@ def remarks_on_patches(train: TrainSettings, epochs: Sequence[EpochPlan]) -> lis
 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:
     """The optimizer of a ViT and its schedule, freshly started."""
-    steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
+    steps = Buckets(len(job.images)).steps(job.settings.data.batch_size)
+    identity = job.identity
+    if job.unlabelled:
+        identity = identity | {"the images without labels": job.data.unlabelled_sha256}
     optimizer, schedule = build_optimizer(job.student, job.train.optim, len(job.epochs), steps)
     return TrainingState(
         job.student,
@@ -219,7 +247,7 @@ def training_state(job: Training) -> TrainingState[VisionTransformer]:
         schedule,
         job.train.optim,
         choose_precision(job.settings.precision, job.device, job.student.embed_dim),
-        identity=job.identity,
+        identity=identity,
     )
 
 
@@ -275,4 +303,5 @@ def identity(settings: Settings, data: ImageData, train: TrainSettings) -> Ident
 def check_training(settings: Settings, data: ImageData) -> None:
     """Raises UserError for loggers that are not installed, and for too few images."""
     loggers.check(settings.log.to)
-    check_buckets(len(data.train), settings.data.num_buckets, settings.data.batch_size)
+    for images in (data.train, data.with_unlabelled()):  # a training sees one or the other
+        check_buckets(len(images), settings.data.num_buckets, settings.data.batch_size)

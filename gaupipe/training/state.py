@@ -29,6 +29,8 @@ class RankInEpoch(TypedDict):
     """What a rank has done of an epoch."""
 
     images: int
+    labelled: float
+    """Those of the images that have a label."""
     sums: dict[str, Tensor]
     """Of each loss over these images."""
     generators: dict[int, Tensor]

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from gaupipe.data.batches import Batches
 from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
@@ -20,6 +18,7 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import naming, write_whole
 from gaupipe.training.loggers import open_logger
+from gaupipe.training.sums import Sums
 from gaupipe.training.update import Update
 
 
@@ -30,7 +29,8 @@ class StepLog:
     A line is about the batches since the line before, within one epoch:
 
         epoch, step     the epoch's number, and batches of the training so far, both from 1
-        loss, ...       the means of the losses over the images
+        loss, ...       the means of the losses over the images; loss_hard and acc, where images
+                        with labels were among them, over these
         lr, grad_norm   learning rate, and norm of the gradient before it is clipped, in the last
                         step of the optimizer
         images_per_s    images a second
@@ -77,10 +77,8 @@ class StepLog:
 
     def begin_line(self) -> None:
         """The next batch is the first of a line."""
-        self.images = 0
-        """Images of the line so far."""
-        self.sums: dict[str, Tensor] = {}
-        """The sums of their losses."""
+        self.sums = Sums()
+        """Of the line so far."""
         self._since = time.monotonic()
         self._waited = dict(self.batches.waited)
 
@@ -100,11 +98,11 @@ class StepLog:
 
         seconds = max(time.monotonic() - self._since, 1e-9)
         waited = {name: now - self._waited[name] for name, now in self.batches.waited.items()}
-        values = {name: (total / self.images).item() for name, total in self.sums.items()}
+        values = self.sums.means()
         values["lr"] = self.update.state.lr
         if self.update.grad_norm is not None:
             values["grad_norm"] = float(self.update.grad_norm)
-        values["images_per_s"] = round(self.images * distributed.world_size() / seconds, 1)
+        values["images_per_s"] = round(self.sums.images * distributed.world_size() / seconds, 1)
         for name, spent in waited.items():
             values[f"waits_{name}"] = round(spent / seconds, 4)
 

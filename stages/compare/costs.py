@@ -69,7 +69,7 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
         teacher = training.teacher
     job = phase_b.build(settings, data, teacher, training.maps_url)
     buckets = settings.data.num_buckets
-    batches = Batches(data.train, data, job.device, settings.data.batch_size, 0, buckets)
+    batches = Batches(job.images, data, job.device, settings.data.batch_size, 0, buckets)
     augment = Augment(settings.augment, settings.seed)
     first = job.epochs[0]
     batch = next(batches.epoch(0, augment, first.maps, first.view))
@@ -86,7 +86,7 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
         forward_cost += forward_costs[kind]
     return {
         "parameters": count_parameters(job.student),
-        "multiply_adds": round(FORWARDS * len(data.train) * forward_cost),
+        "multiply_adds": round(FORWARDS * len(job.images) * forward_cost),
         "processor_seconds": processor_seconds(metrics),
     }
 
