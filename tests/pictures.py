@@ -1,6 +1,9 @@
 """Files of images, and batches of them that nothing changes."""
 
 import gzip
+import struct
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,25 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     """A gzipped IDX file of bytes, the format of Fashion-MNIST's files."""
     header = np.array([0x0800 + array.ndim, *array.shape], dtype=">i4").tobytes()
     path.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def write_png(path: Path, values: np.ndarray, chunks: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """A PNG with 16 bits a value, [height, width] or [height, width, C], which Pillow writes of
+    grey images alone."""
+    height, width, channels = (*values.shape, 1)[:3]
+    colour = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+    rows = values.astype(">u2").reshape(height, -1).view(np.uint8)
+    lines = np.pad(rows, ((0, 0), (1, 0)))  # a 0: no filter
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in (
+        (b"IHDR", struct.pack(">2I5B", width, height, 16, colour, 0, 0, 0)),
+        *chunks,
+        (b"IDAT", zlib.compress(lines.tobytes())),
+        (b"IEND", b""),
+    ):
+        content += struct.pack(">I", len(data)) + kind + data
+        content += struct.pack(">I", zlib.crc32(kind + data))
+    path.write_bytes(content)
 
 
 def photos(folder, classes=("cat", "dog"), count=12, size=(10, 8), mode="RGB"):

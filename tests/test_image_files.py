@@ -2,23 +2,28 @@
 
 import json
 import os
+import resource
 import shutil
+import struct
 import subprocess
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageCms
 from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
 
 from arguments import sets
 from gaupipe.data import decoding
 from gaupipe.data import images as image_files
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
+from gaupipe.data.prepared import reader
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
+from pictures import write_png
 
 CPU = torch.device("cpu")
 
@@ -294,14 +299,21 @@ def test_16_bits_are_scaled_to_8(tmp_path):
     assert expected[0, :4, 0].tolist() == [0, 0, 1, 255] and len(np.unique(expected)) > 200
 
 
-def test_an_image_of_12_bits_is_spoken_of_once(tmp_path, capfd):
-    decoding._say_dark.cache_clear()
+@pytest.mark.parametrize("shape", [(40, 50), (40, 50, 3), (40, 50, 4)])
+def test_white_below_16_bits_is_spoken_of_once(tmp_path, capfd, shape):
+    """Also with a hot pixel, and where all is transparent."""
+    path = tmp_path / "a.png"
     said = []
-    for top in (65535, 4095, 255):
-        Image.fromarray(np.array([[0, top]], np.uint16)).save(tmp_path / "a.png")
-        pixels(tmp_path / "a.png")
+    for white in (65535, 2**14 - 1, 4095, 1023, 255, 0):
+        decoding._say_dark.cache_clear()
+        values = np.full(shape, white, np.uint16)
+        values[3, 4] = 65535
+        values[..., 3:] = 0  # of alpha
+        write_png(path, values)
+        for _ in range(2):
+            pixels(path)
         said.append(capfd.readouterr().err.count("almost black"))
-    assert said == [0, 1, 0]
+    assert said == [0, 1, 1, 1, 1, 1]
 
 
 def test_fractions_are_scaled_and_numbers_without_a_known_range_refused(root):
@@ -325,19 +337,181 @@ def test_an_image_is_turned_as_its_exif_orientation_says(tmp_path, name):
     np.testing.assert_array_equal(pixels(tmp_path / name), np.rot90(shown, -1))
 
 
-def test_colours_become_rgb_and_transparency_is_dropped(tmp_path):
+def on_white(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    """Colours [H, W, C] with alpha [H, W], as they look on white paper."""
+    share = alpha[..., None] / 255
+    return np.rint(share * colours + (1 - share) * 255)
+
+
+def test_what_is_transparent_is_laid_on_white(tmp_path):
     path, values = tmp_path / "a.png", noise(0, 6, 9, 4)
+    values[0, :2, 3] = 0, 255
     Image.fromarray(values, "RGBA").save(path)
-    np.testing.assert_array_equal(pixels(path), values[..., :3])
-    Image.fromarray(values[..., :2].copy(), "LA").save(path)
-    np.testing.assert_array_equal(pixels(path), np.repeat(values[..., :1], 3, axis=2))
-    Image.fromarray(values[..., 0] > 127).save(path)
-    np.testing.assert_array_equal(pixels(path)[..., 1], 255 * (values[..., 0] > 127))
+    expected = on_white(values[..., :3], values[..., 3])
+    np.testing.assert_allclose(pixels(path), expected, atol=1)
+    assert pixels(path)[0, 0].tolist() == [255] * 3
+    assert pixels(path)[0, 1].tolist() == values[0, 1, :3].tolist()
+    Image.fromarray(values[..., 2:].copy(), "LA").save(path)
+    expected = on_white(np.repeat(values[..., 2:3], 3, axis=2), values[..., 3])
+    np.testing.assert_allclose(pixels(path), expected, atol=1)
     palette, indices = noise(1, 256, 3), values[..., 0]
     with_palette = Image.fromarray(indices, "L")
     with_palette.putpalette(palette.tobytes())
     with_palette.save(path, transparency=bytes(range(256)))
-    np.testing.assert_array_equal(pixels(path), palette[indices])
+    np.testing.assert_allclose(pixels(path), on_white(palette[indices], indices), atol=1)
+
+
+@pytest.mark.parametrize("mode,colour,other", [("RGB", (9, 8, 7), (3, 2, 1)), ("L", 9, 3)])
+def test_a_transparent_colour_is_white(tmp_path, mode, colour, other):
+    image = Image.new(mode, (4, 4), colour)
+    image.putpixel((1, 2), other)
+    image.save(tmp_path / "a.png", transparency=colour)
+    shown = pixels(tmp_path / "a.png")
+    assert (shown == 255).all(axis=2).sum() == 15 and shown[2, 1, 0] == 3
+
+
+def test_a_transparent_colour_of_16_bits_is_refused(root):
+    path = root / "train" / "cat" / "5.png"
+    write_png(path, noise(0, 4, 4, 3, dtype=np.uint16), [(b"tRNS", bytes(6))])
+    assert "5.png: not readable as an image (one of its colours of 16 bits" in refused(root)
+
+
+def test_planes_of_16_bits_are_refused(root):
+    """Pillow takes the lower half of each value for a value."""
+    tags = {256: 4, 257: 4, 258: 8 + 2 + 7 * 12 + 4, 262: 2, 273: 0, 277: 3, 284: 2}
+    bits = struct.pack("<3H", 16, 16, 16)
+    start = tags[258] + len(bits)
+    strips = struct.pack("<3I", *(start + 12 + 32 * plane for plane in range(3)))
+    tags[273] = start
+    counts = {258: (3, 3), 273: (4, 3)}  # (type, count) of those that lie behind
+    content = struct.pack("<2sHIH", b"II", 42, 8, len(tags))
+    for tag, value in tags.items():
+        content += struct.pack("<2H2I", tag, *counts.get(tag, (4, 1)), value)
+    content += bytes(4) + bits + strips + noise(0, 3, 4, 4, dtype=np.uint16).tobytes()
+    (root / "train" / "cat" / "5.tif").write_bytes(content)
+    assert "Pillow misreads uncompressed planes of 16 bits: compress them" in refused(root)
+
+
+def test_colours_become_rgb(tmp_path):
+    path, values = tmp_path / "a.png", noise(0, 6, 9)
+    Image.fromarray(values > 127).save(path)
+    np.testing.assert_array_equal(pixels(path)[..., 1], 255 * (values > 127))
+    palette = noise(1, 256, 3)
+    with_palette = Image.fromarray(values, "L")
+    with_palette.putpalette(palette.tobytes())
+    with_palette.save(path)
+    np.testing.assert_array_equal(pixels(path), palette[values])
+
+
+def icc_profile(space: bytes, **tags: bytes) -> bytes:
+    """A profile, version 2, of colours in ``space`` that it describes in L*a*b* or XYZ."""
+    described_in = b"Lab " if "A2B0" in tags else b"XYZ "
+    d50 = np.array([0.9642, 1, 0.8249]) * 65536
+    table = struct.pack(">I", len(tags))
+    start = 128 + 4 + 12 * len(tags)
+    for name, content in tags.items():
+        table += name.encode() + struct.pack(">2I", start, len(content))
+        start += len(content)
+    head = struct.pack(
+        ">I4sI4s4s4s12x4s28x", start, b"", 0x02400000, b"prtr", space, described_in, b"acsp"
+    )
+    head += d50.astype(">i4").tobytes()
+    return head.ljust(128, b"\0") + table + b"".join(tags.values())
+
+
+SQUARES = struct.pack(">4s4xIH2x", b"curv", 1, 2 << 8)
+"""The curve of a profile: light is the square of the value."""
+
+
+def encoded(light: np.ndarray) -> np.ndarray:
+    """sRGB from 0 to 255 of linear light from 0 to 1, by IEC 61966-2-1."""
+    return 255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
+
+
+def test_a_profile_of_colours_is_followed(tmp_path):
+    """In the profile of this image red is green, and green red."""
+    values = noise(0, 6, 9, 4)
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for name in (b"XYZ", b"TRC"):
+        profile = profile.replace(b"r" + name, b"?").replace(b"g" + name, b"r" + name)
+        profile = profile.replace(b"?", b"g" + name)
+    swapped = values[..., [1, 0, 2]].astype(float)
+    for path in (tmp_path / "a.png", tmp_path / "a.tif", tmp_path / "a.webp"):
+        Image.fromarray(values[..., :3].copy()).save(path, icc_profile=profile, lossless=True)
+        np.testing.assert_allclose(pixels(path), swapped, atol=1)
+        Image.fromarray(values).save(path, icc_profile=profile, lossless=True, exact=True)
+        np.testing.assert_allclose(pixels(path), on_white(swapped, values[..., 3]), atol=1)
+
+
+def test_a_profile_of_grey_is_followed(tmp_path):
+    squares = icc_profile(b"GRAY", kTRC=SQUARES)
+    for depth in (np.uint8, np.uint16):
+        values = noise(0, 6, 9, dtype=depth)
+        image = Image.fromarray(values)
+        image.save(tmp_path / "a.png", icc_profile=squares)
+        expected = encoded((values / np.iinfo(depth).max) ** 2)
+        np.testing.assert_allclose(pixels(tmp_path / "a.png")[..., 1], expected, atol=2)
+
+
+def test_a_profile_of_inks_is_followed(tmp_path):
+    """One in which black ink alone is seen: L* = 100 - K."""
+    ramp = bytes(range(256))
+    nodes = b"\xff\x80\x80\0\x80\x80" * 8  # L*, a*, b* by K, the last of the inks
+    table = struct.pack(">4s4x4B", b"mft1", 4, 3, 2, 0)
+    table += np.eye(3).astype(">i4").tobytes() + 4 * ramp + nodes + 3 * ramp
+    values = noise(0, 6, 9, 4)
+    image = Image.fromarray(values, "CMYK")
+    profile = icc_profile(b"CMYK", A2B0=table)
+    image.save(tmp_path / "a.tif", icc_profile=profile)
+    lightness = 1 - values[..., 3] / 255
+    cubic = ((100 * lightness + 16) / 116) ** 3
+    light = np.where(lightness > 0.08, cubic, lightness * 100 / 903.3)
+    np.testing.assert_allclose(pixels(tmp_path / "a.tif")[..., 1], encoded(light), atol=2)
+
+
+@pytest.mark.parametrize("profile", [b"junk", icc_profile(b"GRAY", kTRC=SQUARES)])
+def test_a_profile_that_does_not_fit_is_passed_over(tmp_path, profile):
+    values = noise(0, 6, 9, 3)
+    Image.fromarray(values).save(tmp_path / "a.png", icc_profile=profile)
+    np.testing.assert_array_equal(pixels(tmp_path / "a.png"), values)
+
+
+def test_colours_of_srgb_stay_as_they_are(tmp_path):
+    values = noise(0, 6, 9, 3)
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    Image.fromarray(values).save(tmp_path / "a.png", icc_profile=profile)
+    np.testing.assert_array_equal(pixels(tmp_path / "a.png"), values)
+
+
+@pytest.mark.parametrize("compression", [None, "tiff_lzw"])
+def test_white_may_be_zero(tmp_path, compression):
+    values = noise(0, 6, 9, dtype=np.uint16)
+    image = Image.fromarray(values)
+    image.save(tmp_path / "a.tif", compression=compression, tiffinfo={262: 0})
+    assert Image.open(tmp_path / "a.tif").tag_v2[262] == 0
+    expected = np.floor((65535 - values) / 257 + 0.5)
+    np.testing.assert_array_equal(pixels(tmp_path / "a.tif")[..., 1], expected)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_line_of_pixels_is_cut_before_it_is_resized(root, wide):
+    """Resized by its shorter side, the whole line would take gigabytes."""
+    line = noise(0, 1, 20_000, 3)
+    middle = line[:, 10_000 - 32 : 10_000 + 32]
+    if not wide:
+        line = line.transpose(1, 0, 2)
+        middle = middle.transpose(1, 0, 2)
+    path = root / "train" / "cat" / "0.bmp"
+    Image.fromarray(line).save(path)
+    torchvisions = v2.Compose([v2.ToImage(), v2.Resize(224, antialias=True), v2.CenterCrop(224)])
+    expected = torchvisions(Image.fromarray(middle)).float()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    [square] = load(root, image_size=224).train.source.__getitems__([0])[0]
+    transform = {"input_size": (3, 224, 224), "interpolation": "bilinear", "crop_pct": 1}
+    prepared = reader(transform, normalize=False)(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < 500_000  # kB
+    for image in (square, prepared):
+        torch.testing.assert_close(image.float(), expected, rtol=0, atol=2)
 
 
 # the digest

@@ -170,3 +170,21 @@ def test_without_a_model_the_run_used_last_predicts(copied_run, pictures, in_pro
     ):
         code, _, err = in_process("predict", *words, cwd=tmp_path)
         assert (code, err.count("\n")) == (2, 1) and said in err
+
+
+def test_the_code_of_the_documentation_predicts_the_same(student, tmp_path, monkeypatch, capsys):
+    """Also of a photo that is no plain one: of 16 bits, on its side."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.random.default_rng(0).integers(65536, size=(9, 14), dtype=np.uint16)
+    Image.fromarray(pixels).save(tmp_path / "cat.png", exif=exif)
+    page = (Path(__file__).parent.parent / "docs/your-own-images.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0].replace("cat.jpg", "cat.png")
+    code = code.replace("runs/mine/plain/standard/student", str(student / "student"))
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    name, probability = capsys.readouterr().out.removesuffix(")\n").split(" tensor(")
+    (prediction,) = predict.run(str(student), [tmp_path / "cat.png"])
+    [(expected, expected_probability), *_] = prediction.classes
+    assert name == expected
+    assert float(probability) == pytest.approx(expected_probability, abs=1e-3)

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import timm
 import torch
 import yaml
 from markdown_it import MarkdownIt
-from PIL import Image
+from PIL import Image, ImageCms
 from scipy.stats import binomtest
 
 import store
@@ -203,8 +204,10 @@ def test_a_store_has_a_card_that_its_owner_may_edit(run):
 # ---- the example that reads an ONNX file ---------------------------------------------------------
 
 
-def test_the_example_for_onnx_prepares_photos_of_any_shape(tmp_path, monkeypatch):
-    """It agrees with ``gaupipe predict``, which has timm prepare them."""
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The example's code, and how far the probabilities of code are from those of ``gaupipe
+    predict``, which has timm prepare photo.png or photo.jpg in the working directory."""
     torch.manual_seed(0)
     sizes = dict(img_size=32, patch_size=4, num_classes=3, in_chans=3)
     model = timm.create_model("gauvit_pico_patch2_8", **sizes)
@@ -215,23 +218,49 @@ def test_the_example_for_onnx_prepares_photos_of_any_shape(tmp_path, monkeypatch
     content, _ = to_onnx(load_folder(tmp_path / "student", ""), torch.zeros(2, 3, 32, 32))
     (tmp_path / "student.onnx").write_bytes(content)
 
-    code = (Path(__file__).parent.parent / "examples/predict_onnx.py").read_text()
-    rounded_up = code.replace("short * side // min", "1 + (short * side - 1) // min")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["predict_onnx.py", "student.onnx", "photo.jpg"])
+
+    def difference(code, photo):
+        [prediction] = predict.run("student", [Path(photo)], top=3)
+        expected = dict(prediction.classes)
+        monkeypatch.setattr(sys, "argv", ["predict_onnx.py", "student.onnx", photo])
+        seen: dict = {}
+        exec(code, seen)
+        got = dict(zip(seen["about"]["label_names"], seen["probabilities"], strict=True))
+        return max(abs(got[name] - expected[name]) for name in names)
+
+    code = (Path(__file__).parent.parent / "examples/predict_onnx.py").read_text()
+    return code, difference
+
+
+def test_the_example_for_onnx_prepares_photos_of_any_shape(example):
+    code, difference = example
+    rounded_up = code.replace("short * side // min", "1 + (short * side - 1) // min")
     draw = np.random.default_rng(0)
     differences = []
     for shape in ((77, 50), (60, 101), (333, 45)):
         pixels = draw.integers(0, 256, (shape[1] // 4, shape[0] // 4, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize(shape).save("photo.jpg", exif=turned())
-        [prediction] = predict.run("student", [Path("photo.jpg")], top=3)
-        expected = dict(prediction.classes)
-        for written in (code, rounded_up):
-            seen: dict = {}
-            exec(written, seen)
-            got = dict(zip(seen["about"]["label_names"], seen["probabilities"], strict=True))
-            differences.append(max(abs(got[name] - expected[name]) for name in names))
+        differences += [difference(code, "photo.jpg"), difference(rounded_up, "photo.jpg")]
     assert max(differences[::2]) < 1e-3 < max(differences[1::2])
+
+
+def test_the_example_for_onnx_reads_photos_of_any_kind(example):
+    """As ``gaupipe predict`` does, or not at all."""
+    code, difference = example
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 6, 4), dtype=np.uint8))
+    photo = photo.resize((48, 40), Image.Resampling.BICUBIC)
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    swapped = profile.replace(b"bXYZ", b"?").replace(b"gXYZ", b"bXYZ").replace(b"?", b"gXYZ")
+    for kind in ("RGBA", "LA", "P", "CMYK", "1"):
+        name = "photo.tif" if kind == "CMYK" else "photo.png"
+        photo.convert(kind).save(name, icc_profile=swapped)
+        assert difference(code, name) < 1e-3, kind
+    photo.resize((4000, 2)).save("photo.png")
+    assert difference(code, "photo.png") < 1e-3
+    Image.new("I;16", (40, 40)).save("photo.png")
+    with pytest.raises(SystemExit, match="photo.png has more than 8 bits"):
+        difference(code, "photo.png")
 
 
 def turned() -> Image.Exif:

@@ -1,10 +1,11 @@
-"""The pixels of an image file, in RGB, by Pillow. A file that cannot be read to its end is refused
+"""The pixels of an image file, in sRGB, by Pillow. A file that cannot be read to its end is refused
 by name."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 import warnings
@@ -12,15 +13,27 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 
 from gaupipe.system.errors import UserError
 
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
 """Pillow's formats whose signatures are strong: no damaged file passes for one of them."""
 
-DARK = 4096
-"""An image of 16 bits without a higher value may have white at 12 bits, or at 8."""
+RULES = 2
+"""Another number than before once the same file gives other pixels: kept ones are made anew."""
+
+DARK = 0.25
+"""Share of white: an image of 16 bits without a higher value may have its white at 14 bits, or at
+12, 10 or 8."""
+
+MANY = 1000
+"""Of so many values one may be higher."""
+
+BITS = 258
+PHOTOMETRIC = 262
+PLANES = 284
+"""TIFF's tags: bits of each sample; 0 where white is 0; 2 where each colour lies apart."""
 
 warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd metadata, which nobody reads here
 
@@ -35,18 +48,21 @@ def is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in _suffixes()
 
 
-def identify(file: BinaryIO) -> Image.Image:
+def identify(file: BinaryIO) -> ImageFile.ImageFile:
     """An image of which the header has been read and no pixels yet. Raises what Pillow raises."""
     Image.init()
     return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 def read_rgb(file: BinaryIO) -> Image.Image:
-    """The first frame of an image in RGB, turned as its EXIF orientation says.
+    """The first frame of an image in sRGB with 8 bits, as a viewer shows it on a white page.
 
-    Colours become RGB as Pillow converts them. Transparency is dropped. Grey values of 16 bits are
-    scaled to 8 bits, and so are fractions from 0 to 1. Raises what Pillow raises, and ValueError
-    for grey values of another range.
+    It is turned as its EXIF orientation says. Pillow's ImageCms converts colours by the profile
+    that the file holds; without one, and with one that does not fit, they become RGB as Pillow
+    converts them. What is transparent is laid on white. Values of 16 bits are scaled to 8 bits,
+    and so are grey values that are fractions from 0 to 1; one line on stderr tells of an image
+    whose white seems to be less. Raises what Pillow raises, and ValueError for grey values of
+    another range and for a transparent colour of 16 bits.
     """
     with identify(file) as image:
         return _rgb(image)
@@ -60,31 +76,94 @@ def check(file: BinaryIO) -> None:
         _rgb(image)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    image = ImageOps.exif_transpose(image)
+def _rgb(opened: ImageFile.ImageFile) -> Image.Image:
+    profile = opened.info.get("icc_profile")
+    image = _of_8_bits(opened)
+    alpha = None
+    if image.has_transparency_data:
+        image = image.convert("LA" if image.mode[0] in "1L" else "RGBA")
+        alpha = image.getchannel("A")
+        image = image.convert(image.mode.removesuffix("A"))
+    if image.mode not in ("L", "CMYK"):
+        image = image.convert("RGB")
+    if profile:
+        image = _in_srgb(image, profile)
+    image = image.convert("RGB")
+    if alpha is not None:
+        image = Image.composite(image, Image.new("RGB", image.size, "white"), alpha)
+    return image
+
+
+def _of_8_bits(opened: ImageFile.ImageFile) -> Image.Image:
+    """The pixels, turned as EXIF says."""
+    tags = getattr(opened, "tag_v2", {})  # of TIFF
+    is_deep = opened.format in ("PNG", "TIFF") and ";16" in str(opened.tile)
+    if is_deep and "transparency" in opened.info:  # Pillow looks for it among 8 bits
+        raise ValueError("one of its colours of 16 bits is transparent: give it an alpha channel")
+    if tags.get(PLANES) == 2 and max(tags[BITS]) > 8 and opened.tile[0][0] == "raw":
+        raise ValueError("Pillow misreads uncompressed planes of 16 bits: compress them")
+    image = ImageOps.exif_transpose(opened)
     if image.mode == "F" or image.mode.startswith("I"):
-        image = Image.fromarray(_eight_bits(np.asarray(image)))
-    return image.convert("RGB")
+        values = np.asarray(image)
+        return Image.fromarray(_eight_bits(values, white_is_zero=tags.get(PHOTOMETRIC) == 0))
+    if is_deep:  # Pillow has kept the upper 8 bits
+        _say_if_dark(np.asarray(image.convert("RGB")), 255)
+    return image
 
 
-def _eight_bits(values: np.ndarray) -> np.ndarray:
+def _eight_bits(values: np.ndarray, white_is_zero: bool) -> np.ndarray:
     top = 65535 if np.issubdtype(values.dtype, np.integer) else 1
     if not ((values >= 0) & (values <= top)).all():  # NaN is not in the range either
         raise ValueError(
             f"its values go from {values.min()} to {values.max()}; "
             f"0 to {top} can be scaled to 8 bits"
         )
-    if top > 1 and 0 < values.max() < DARK:
-        _say_dark()
+    if white_is_zero:
+        values = top - values
+    _say_if_dark(values, top)
     return np.rint(values * (255 / top)).astype(np.uint8)
+
+
+def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
+    """The image in sRGB. A profile that is damaged, or not of the image's mode, changes nothing, as
+    in browsers."""
+    with contextlib.suppress(ImageCms.PyCMSError):
+        transform = _to_srgb(profile, image.mode)
+        if transform is not None:
+            return transform.apply(image)
+    return image
+
+
+@functools.lru_cache(maxsize=16)  # a camera writes one profile into all of its images
+def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """The transform of a mode's pixels to sRGB; None where they are in sRGB already, because a
+    transform takes longer than decoding a JPEG. Raises PyCMSError for a profile that does not
+    fit."""
+    srgb = ImageCms.createProfile("sRGB")
+    transform = ImageCms.buildTransform(io.BytesIO(profile), srgb, mode, "RGB")
+    if mode == "RGB":
+        steps = np.arange(0, 256, 15, dtype=np.uint8)
+        colours = np.stack(np.meshgrid(steps, steps, steps), -1).reshape(-1, 18, 3)
+        converted = np.asarray(transform.apply(Image.fromarray(colours)), int)
+        if np.abs(converted - colours).max() <= 1:
+            return None
+    return transform
+
+
+def _say_if_dark(values: np.ndarray, white: int) -> None:
+    """Tells of an image that is dark but for single pixels, which may be hot."""
+    few = 1 + values.size // MANY
+    if np.partition(values, -few, axis=None)[-few] < DARK * white:
+        _say_dark()
 
 
 @functools.cache
 def _say_dark() -> None:
     """Says once, in each process that reads images, what the white of an image may be."""
     print(
-        f"gaupipe: an image of 16 bits has no value above {DARK} of 65535, so it is almost black: "
-        "if its white is less than 65535, scale such images to 8 bits first",
+        "gaupipe: in an image of more than 8 bits hardly a value is above a quarter of the "
+        "largest, so it is almost black: if its white is less than 65535, as of 10, 12 or 14 "
+        "bits, scale such images to 8 bits first",
         file=sys.stderr,
     )
 

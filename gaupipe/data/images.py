@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from io import BufferedReader, BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import PIL
+import PIL.Image
 import torch
 import torchvision
 from torch import Tensor
@@ -27,7 +27,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from gaupipe.data.cache import ImageCache, digests_file, read_digests, write_digests
-from gaupipe.data.decoding import check, identify, read_rgb, refusing
+from gaupipe.data.decoding import RULES, check, identify, read_rgb, refusing
 from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
@@ -38,9 +38,15 @@ UNLABELLED = -1
 READERS = 8
 """Threads that read files at once; what they wait for is the disk or the network."""
 
+LONGEST = 16
+"""A longer side than so many times the shorter one is cut at its ends."""
+
 SETTLED_NS = 2_000_000_000
 """A file that changed less long ago might change again within the same time stamp: its digest is
 not kept."""
+
+
+AnyImage = TypeVar("AnyImage", Tensor, PIL.Image.Image)
 
 
 def content_digests(images: FileImages) -> list[str]:
@@ -136,6 +142,16 @@ def stamp_of(path: str) -> tuple[str, int]:
     modified = status.st_mtime_ns
     changed = status.st_ctime_ns
     return f"{status.st_size} {modified} {changed} {status.st_ino}", max(modified, changed)
+
+
+def without_ends(image: AnyImage) -> AnyImage:
+    """The middle of a long image, a PIL image or a tensor [C, height, width]. Its middle square is
+    the image's; but with the shorter side resized to a model's size the whole image might fill the
+    memory."""
+    height, width = F.get_size(image)
+    longest = LONGEST * min(height, width)
+    middle: AnyImage = F.center_crop(image, [min(height, longest), min(width, longest)])
+    return middle
 
 
 class ArrayImages(Dataset[Any]):
@@ -303,7 +319,8 @@ class FileImages(Dataset[Any]):
             return image
         with refusing(self.path(position)):
             interpolation = InterpolationMode(self.interpolation)
-            resized = F.resize_image(image, [self.size], interpolation, antialias=True)
+            middle = without_ends(image)
+            resized = F.resize_image(middle, [self.size], interpolation, antialias=True)
             cropped: Tensor = F.center_crop_image(resized, [self.size, self.size])
         return cropped
 
@@ -356,7 +373,7 @@ class FileImages(Dataset[Any]):
     def _digest_of_squares(self) -> str:
         """A digest of all that makes the squares of the images at :attr:`positions`."""
         digest = hashlib.sha256(self.contents[self.positions].tobytes())
-        libraries = [PIL.__version__, torch.__version__, torchvision.__version__]
+        libraries = [RULES, PIL.__version__, torch.__version__, torchvision.__version__]
         libraries.append(torch.backends.cpu.get_cpu_capability())  # it resizes in its own way
         digest.update(json.dumps([self.size, self.interpolation, *libraries]).encode())
         return digest.hexdigest()[:32]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gaupipe.data.decoding import read_rgb, refusing
 from gaupipe.data.folder import images_below
-from gaupipe.data.images import FileImages
+from gaupipe.data.images import FileImages, without_ends
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 
@@ -87,12 +87,17 @@ def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path]
     ``create_transform``, as ``resolve_model_data_config`` gives them for a model."""
     to_tensor: Any = create_transform(**transform, normalize=normalize)
     grey = transform["input_size"][0] == 1
+    keeps_middle = transform.get("crop_mode", "center") == "center"
 
     def read(path: Path) -> Tensor:
-        with refusing(str(path)), path.open("rb") as file:
-            image = read_rgb(file)
-        if grey:
-            image = image.convert("L")
-        return to_tensor(image)
+        with refusing(str(path)):
+            with path.open("rb") as file:
+                image = read_rgb(file)
+            if keeps_middle:
+                image = without_ends(image)
+            if grey:
+                image = image.convert("L")
+            tensor: Tensor = to_tensor(image)
+        return tensor
 
     return read
