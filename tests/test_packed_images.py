@@ -1,5 +1,6 @@
 """Images in tar archives and in tables of Hugging Face's ``datasets``: as those of a folder."""
 
+import contextlib
 import io
 import json
 import re
@@ -12,6 +13,7 @@ import torch
 
 from arguments import sets
 from gaupipe.data.splits import load_data
+from gaupipe.data.tar import find_archives, images_in
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.imports import pip_install
@@ -300,6 +302,72 @@ def flat(folder, tmp_path):
     return tmp_path / "mine"
 
 
+def archive(path, *files, format=tarfile.PAX_FORMAT):
+    """An archive of (name, content), the contents in bytes; a content of text is a link to that."""
+    with tarfile.open(path, "w", format=format) as packed:
+        for name, content in files:
+            entry = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                entry.type = tarfile.SYMTYPE
+                entry.linkname = content
+                content = b""
+            entry.size = len(content)
+            packed.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def named_by_time(folder, tmp_path):
+    """Of all photos of a minute the last one's class would be that of each."""
+    first, *_, last = sorted((folder / "train").rglob("*.png"))
+    times = "2024-01-05 10.03.33", "2024-01-05 10.03.34"
+    return webdataset(tmp_path / "x.tar", [(times[0], first, "0"), (times[1], last, "1")])
+
+
+def with_masks(folder, tmp_path):
+    [first, *_] = sorted((folder / "train").rglob("*.png"))
+    image = first.read_bytes()
+    return archive(tmp_path / "x.tar", ("1.png", image), ("1.seg.png", image), ("1.cls", b"0"))
+
+
+def labelled_in_json(folder, tmp_path):
+    [first, *_] = sorted((folder / "train").rglob("*.png"))
+    (tmp_path / "mine").mkdir()
+    for number in range(2):
+        files = ("1.png", first.read_bytes()), ("1.json", b'{"label": 1}')
+        archive(tmp_path / "mine" / f"{number}.tar", *files)
+    return tmp_path / "mine"
+
+
+def labelled_in_one_of_two(folder, tmp_path):
+    [first, *_] = sorted((folder / "train").rglob("*.png"))
+    (tmp_path / "mine").mkdir()
+    webdataset(tmp_path / "mine" / "0.tar", [("1", first, "0")])
+    webdataset(tmp_path / "mine" / "1.tar", [("1", first, None)])
+    return tmp_path / "mine"
+
+
+def in_a_split_alone(folder, tmp_path):
+    [first, *_] = sorted((folder / "train").rglob("*.png"))
+    return archive(tmp_path / "x.tar", ("train/1.png", first.read_bytes()))
+
+
+def of_several_classes(folder, tmp_path):
+    [first, *_] = sorted((folder / "train").rglob("*.png"))
+    return webdataset(tmp_path / "x.tar", [("1", first, "0\n1")])
+
+
+def of_a_size_that_cannot_be(folder, tmp_path, form=tarfile.USTAR_FORMAT):
+    path = archive(tmp_path / "x.tar", ("cat/1.png", b"none"), format=form)
+    header = tarfile.TarInfo.frombuf(path.read_bytes()[:512], "utf-8", "strict")
+    header.size = 2**62
+    path.write_bytes(header.tobuf(tarfile.GNU_FORMAT) + path.read_bytes()[512:])
+    return path
+
+
+def links_in_a_circle(folder, tmp_path):
+    return archive(tmp_path / "x.tar", ("cat/1.png", "2.png"), ("cat/2.png", "1.png"))
+
+
 def half_labelled(folder, tmp_path):
     files = sorted((folder / "train").rglob("*.png"))
     (tmp_path / "mine").mkdir()
@@ -314,6 +382,16 @@ BAD = {
     "images have the name cat/0.png; leave one": twice,
     "hfds/mine: no labels in the columns image": without_labels,
     "9.png has no class": flat,
+    "x.tar: several files .cls have the name 2024-01-05 10 up to the first dot": named_by_time,
+    "x.tar: several images have the name 1 up to the first dot": with_masks,
+    "0.tar: 1.json may say which class an image is of": labelled_in_json,
+    "1.tar: 1/1.png has no class": labelled_in_one_of_two,
+    "x.tar: train/1.png has no class": in_a_split_alone,
+    "x.tar: 1.cls should hold one class, as text in one line": of_several_classes,
+    "x.tar: is no whole, uncompressed .tar (cat/1.png has 4611686018427387904 bytes by its": (
+        of_a_size_that_cannot_be
+    ),
+    "x.tar: cat/1.png is one of links that lead in a circle": links_in_a_circle,
     "b.png has no class": half_labelled,
     "hfds/none cannot be read": lambda folder, tmp: "hfds/none",
     "wds/imagenet is a stream": lambda folder, tmp: "wds/imagenet",
@@ -329,6 +407,57 @@ def test_bad_archives_and_tables_give_one_line(folder, tmp_path, in_process, mes
     assert (code, out) == (2, "") and len(err.splitlines()) == 1, err
     assert message in err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("form", ["GNU", "PAX"])
+def test_a_file_without_its_holes_is_refused(tmp_path, form):
+    """As 'tar --sparse' stores it."""
+    entry = tarfile.TarInfo("cat/1.bmp")
+    if form == "GNU":
+        entry.type = tarfile.GNUTYPE_SPARSE
+    else:
+        facts = {"major": "1", "minor": "0", "name": "cat/1.bmp", "realsize": "512"}
+        entry.pax_headers = {f"GNU.sparse.{name}": fact for name, fact in facts.items()}
+    holes = b"0\n".ljust(512, b"\0")
+    entry.size = len(holes)
+    with tarfile.open(tmp_path / "x.tar", "w") as packed:
+        packed.addfile(entry, io.BytesIO(holes))
+    with pytest.raises(UserError, match="x.tar: cat/1.bmp is stored without its zeros"):
+        load(tmp_path / "x.tar")
+
+
+def test_labels_may_have_any_case(folder, tmp_path):
+    files = sorted((folder / "train").rglob("*.png"))
+    contents = []
+    for number, file in enumerate(files):
+        contents.append((f"{number}.PNG", file.read_bytes()))
+        contents.append((f"{number}.CLS", file.parent.name.encode()))
+    data = load(archive(tmp_path / "x.tar", *contents))
+    assert data.class_names == ["cat", "dog"]
+    assert np.bincount(data.train.source.labels).tolist() == [12, 12]
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("field", [(124, 12), (156, 1), (386, 100)])
+@pytest.mark.parametrize("value", [b"7", b"\x80", b"\xff", b"L", b"-1"])
+def test_a_header_of_any_size_and_kind_is_refused_or_read(tmp_path, form, field, value):
+    """Headers of members with long names, and of what tells these names, with right checksums."""
+    place, size = field
+    image = b"image"
+    names = [f"{kind}/{'x' * 120}.png" for kind in ("cat", "dog")]
+    path = archive(tmp_path / "x.tar", *[(name, image) for name in names], format=form)
+    whole = path.read_bytes()
+    for start in range(0, len(whole), 512):
+        if whole[start + 257 : start + 262] != b"ustar":
+            continue
+        header = bytearray(whole[start : start + 512])
+        header[place : place + size] = (value * size)[:size]
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        path.write_bytes(whole[:start] + header + whole[start + 512 :])
+        with contextlib.suppress(UserError):
+            reader = images_in(path, find_archives(path))["train"].reader
+            assert all(reader.read(position) == image for position in range(len(reader.places)))
 
 
 @pytest.mark.parametrize("end", [512 * 20, 512 * 21 + 100, -512 * 20])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import posixpath
 import re
 import sys
@@ -100,12 +101,16 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
     """The images of each split in the ``archives``, by the headers of all members. The class of an
     image is what the file .cls beside it says (WebDataset); else the folder that it lies in, or
     else its archive's name. Raises UserError for an archive that is not whole, and for an image
-    without a class."""
+    without a class, or of which the class is doubtful."""
     members: list[Member] = []
     for number, archive in enumerate(archives):
         members += members_of(archive, number)
     if not members:
         raise UserError(f"{root}: no image that Pillow reads is in there")
+    if any(member.label for member in members):
+        for member in members:
+            if not member.label:
+                raise _without_class(archives, member)
 
     while _in_one_folder(members):  # as tar packs a folder that it is given
         members = [member._replace(path=member.path.partition("/")[2]) for member in members]
@@ -114,14 +119,17 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
     found: dict[str, list[Member]] = {}
     for member in members:
         split = "train"
+        path = member.path
         if in_splits:
-            first, _, rest = member.path.partition("/")
+            first, _, path = path.partition("/")
             split = split_of(first) or ""
-            member = member._replace(path=rest)
         label = member.label
         if not label:
-            label = sys.intern(member.path.split("/")[0])  # one string for all images of a class
-        found.setdefault(split, []).append(member._replace(label=label))
+            folder, has_folder, _ = path.partition("/")
+            if not has_folder:
+                raise _without_class(archives, member)
+            label = sys.intern(folder)  # one string for all images of a class
+        found.setdefault(split, []).append(member._replace(path=path, label=label))
     others = found.pop("", [])
     if others:
         say_once(f"{root}: left out {len(others)} images that are of no split")
@@ -155,27 +163,66 @@ def images_without_labels(
 
 
 def members_of(archive: Archive, number: int) -> Iterator[Member]:
-    """The images of an archive. Their paths begin with the archive's split, if it has one."""
+    """The images of an archive. Their paths begin with the archive's split, if it has one. Raises
+    UserError for samples of WebDataset with several classes or images, or with none of its classes.
+    """
     path = archive.path
     images: list[tuple[str, int, int]] = []
     labels: dict[str, str] = {}
+    about_image = ""  # a file that is neither and belongs to an image
+    last = ""
     for name, offset, size in _with_links(path):
-        if name.endswith(".cls"):
-            labels[_key(name)] = read_part(path, offset, size).decode(errors="replace").strip()
-        elif is_image(name):
-            images.append((name, offset, size))
+        if name.lower().endswith(".cls"):
+            if _key(name) in labels:
+                raise _doubtful(path, name, "files .cls")
+            labels[_key(name)] = _class_in(path, name, read_part(path, offset, size))
+        else:
+            if is_image(name):
+                images.append((name, offset, size))
+            # the files of a sample follow each other
+            if _key(name) == _key(last) and is_image(name) != is_image(last):
+                about_image = last if is_image(name) else name
+            last = name
+    seen: set[str] = set()
     for name, offset, size in images:
-        label = labels.get(_key(name), "")
         flat = "/" not in name
-        if not label and (labels or (flat and archive.split)):
+        label = labels.get(_key(name), "")
+        if label:
+            if _key(name) in seen:
+                raise _doubtful(path, name, "images")
+            seen.add(_key(name))
+        if flat and not labels and about_image:
             raise UserError(
-                f"{path}: {name} has no class: it should have a file .cls beside it, as others "
-                "have, or should lie in a folder CLASS/"
+                f"{path}: {about_image} may say which class an image is of, and only files .cls "
+                "are read: write such files, or put the images into folders CLASS/"
             )
-        folder = f"{path.stem}/" if flat else ""
+        folder = ""
+        if flat and (label or not archive.split):
+            folder = f"{path.stem}/"
         if archive.split is not None and split_of(name.partition("/")[0]) != archive.split:
             folder = f"{archive.split}/{folder}"  # train.tar may or may not have a folder train/
         yield Member(f"{folder}{name}", label, number, offset, size)
+
+
+def _class_in(archive: Path, name: str, content: bytes) -> str:
+    label = content.decode(errors="replace").strip()
+    if not label or not label.isprintable():
+        raise UserError(f"{archive}: {name} should hold one class, as text in one line")
+    return label
+
+
+def _doubtful(archive: Path, name: str, files: str) -> UserError:
+    return UserError(
+        f"{archive}: several {files} have the name {_key(name)} up to the first dot, which is the "
+        f"name of a sample (WebDataset); {name} is one of them: rename or take out all but one"
+    )
+
+
+def _without_class(archives: Sequence[Archive], member: Member) -> UserError:
+    return UserError(
+        f"{archives[member.archive].path}: {member.path} has no class: it should have a file .cls "
+        "beside it, as all others then have, or should lie in a folder CLASS/"
+    )
 
 
 def _with_links(archive: Path) -> Iterator[tuple[str, int, int]]:
@@ -206,6 +253,8 @@ def _with_links(archive: Path) -> Iterator[tuple[str, int, int]]:
             continue
         for _ in range(MOST_LINKS):
             target = links.get(target, target)
+        if target in links:
+            raise UserError(f"{archive}: {name} is one of links that lead in a circle: take it out")
         if target not in places:
             raise UserError(
                 f"{archive}: {name} links to {target}, which is not in the archive: pack what is "
@@ -218,12 +267,20 @@ def _with_links(archive: Path) -> Iterator[tuple[str, int, int]]:
 
 def _files_in(archive: Path) -> Iterator[tuple[str, int, int, str]]:
     """(name, offset, bytes, what it links to or "") of the files in an archive. Raises UserError
-    for one that ends early or is compressed."""
+    for one that ends early or is compressed, and for a sparse file."""
     try:
         with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            whole = os.fstat(file.fileno()).st_size
             while member := tar.next():
                 tar.members.clear()  # type: ignore[attr-defined]  # it would hold a million
                 name = _plain(member.name)
+                if not member.offset_data <= tar.offset <= whole:  # the place of the next member
+                    raise tarfile.ReadError(f"{name} has {member.size} bytes by its header")
+                if member.issparse():
+                    raise UserError(
+                        f"{archive}: {name} is stored without its zeros: pack it again, without "
+                        "tar's option --sparse (-S)"
+                    )
                 if member.isreg():
                     yield name, member.offset_data, member.size, ""
                 elif member.islnk() or member.issym():
@@ -234,8 +291,10 @@ def _files_in(archive: Path) -> Iterator[tuple[str, int, int, str]]:
                     yield name, 0, 0, _plain(target)
             file.seek(tar.offset)
             end = file.read(tarfile.RECORDSIZE)
-    except tarfile.TarError as error:
-        raise _not_whole(archive, str(error)) from None
+    except UserError:
+        raise
+    except (tarfile.TarError, ValueError, OverflowError, MemoryError) as error:  # odd sizes
+        raise _not_whole(archive, str(error) or "damaged") from None
     if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):  # to tarfile any damage is the end
         raise _not_whole(archive, "damaged or cut off before its end mark")
 
