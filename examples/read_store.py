@@ -13,8 +13,12 @@ import zarr
 
 
 def read_map(group: zarr.Group, image: int) -> np.ndarray:
-    """[L, H, T, T] from every kind of store."""
+    """[L, H, T, T] from every kind of store that has maps."""
     kind = group.attrs["kind"]
+    if kind == "predictions":
+        sys.exit(
+            f"no attention maps: its predictions of image {image} are group['logits'][{image}]"
+        )
     if kind in ("gaussian", "prior", "embedding"):
         return map_of_gaussians(read_gaussians(group, image), group.attrs["grid"])
     if kind == "dense":

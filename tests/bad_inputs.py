@@ -230,6 +230,8 @@ COMMAND_LINE = [
         ("--k 0", "--k 1", "BadParameter"),
         ("--k 3 --overwrite", "--k 3 gaussian"),
         ("--kind topk --k 99 --overwrite", "--k 99 16"),
+        ("--kind predictions --k 3 --overwrite", "--k 3 predictions"),
+        ("--kind predictions --encoding uint8 --out new.zarr", "predictions float16", "StoreError"),
         ("--views 0", "--views 2", "BadParameter"),
         ("--teacher local-dir:absent", f"--teacher local-dir:absent {MAPS} --out"),
         ("--teacher local-dir:absent --out new.zarr", "local-dir:absent absent"),

@@ -284,7 +284,7 @@ def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
 
 def test_maps_that_all_images_share_cannot_be_shuffled(tmp_path):
     folder = make(tmp_path / "run", "phase_a.per_image=none", "phase_a.max_epochs=1", kind="prior")
-    with pytest.raises(UserError, match="phase_b.shuffle_maps: all images have the same maps in"):
+    with pytest.raises(UserError, match="phase_b.shuffle_maps: no image has maps of its own in"):
         phase_b.run(folder, name="x", overrides=["phase_b.shuffle_maps=true"])
 
 

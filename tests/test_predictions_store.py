@@ -1,6 +1,7 @@
 """A store of predictions without maps, as the commands meet it; and images without labels."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,10 @@ import zarr
 
 import store
 from arguments import sets
+from damage import contents, differing
+from exports import write_store as export_maps
+from gaupipe import open_run
+from gaupipe.system.errors import UserError
 from pictures import photos
 from stores import NO_MAPS, make_arrays, make_schema, write_store
 
@@ -36,7 +41,17 @@ def test_predictions_are_those_of_a_store_with_maps(stored, in_process):
     assert "\n* kind: predictions, float16\n* images: `digits`, 10 classes" in card
 
 
-def test_a_student_learns_from_predictions_alone(stored, in_process):
+def test_parts_of_predictions_give_the_bytes_of_one_process(stored):
+    run, _ = stored
+    export = partial(export_maps, run, {"kind": "predictions"}, shard_mb=0.0003)
+    export(out=str(run / "whole.zarr"))
+    for number in (2, 3, 1):
+        export(out=str(run / "parts.zarr"), part=(number, 3))
+    assert differing(contents(run / "parts.zarr"), contents(run / "whole.zarr")) == []
+    assert len(store.open(run / "parts.zarr").shards) == 4
+
+
+def test_a_student_learns_from_predictions_alone(stored, in_process, example):
     run, _ = stored
     train = ("phase-b", "--run-dir", run, "--name", "new", "--set", "train.epochs=1")
     code, _, error = in_process(*train)
@@ -51,6 +66,12 @@ def test_a_student_learns_from_predictions_alone(stored, in_process):
     assert 0 <= scores["teacher_agreement"] <= 1 and "map_kl" not in scores
     shown = ("inspect", "--run-dir", run, "--student", "new", "--image", 3, "--json")
     assert json.loads(in_process(*shown)[1])["teacher"] is None
+    page = ("view", "--run-dir", run, "--html", run / "page.html")
+    assert in_process(*page)[0] == 0  # of the student alone
+    with pytest.raises(UserError, match="no attention maps"):
+        open_run(run).maps([3])
+    with pytest.raises(SystemExit, match=r"no attention maps: its predictions of image 3 are .*"):
+        example("read_store")[0].read_map(zarr.open_group(run / "maps.zarr", mode="r"), 3)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_proce
         f"gaupipe {__version__}",
         "a ViT with GauAttention, trained in phase A; epochs: 1;",
         "0 x teacher's predictions + 0.9 x labels + 0.1 x attention maps",
-        "stored attention: gaussian, float16",
+        "stored: gaussian, float16",
         "gaupipe phase-a settings.yaml --run-dir run\n",
     ):
         assert said in card
@@ -101,7 +101,7 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
     out = tmp_path / "out"
     assert in_process("publish", "mine", "--run-dir", run, "--out", out)[0] == 0
     card = (out / "README.md").read_text()
-    for said in ("teacher: `local-dir:student`\n", "stored attention: dense, float16", "seed 7"):
+    for said in ("teacher: `local-dir:student`\n", "stored: dense, float16", "seed 7"):
         assert said in card, card
     assert "phase A; epochs" not in card and str(tmp_path) not in card
     settings = load(out / "settings.yaml")

@@ -12,14 +12,17 @@ import store
 from damage import contents, differing
 from killing import FORKS, KILLED, InWrite, exit_code
 from store.files import Files
-from stores import make_arrays, make_schema, write_store
+from stores import NO_MAPS, make_arrays, make_schema, write_store
 
-SIZES = dict(num_images=60, kind="topk", k=3, encoding="uint8")
+SIZES = {
+    "maps": dict(num_images=60, kind="topk", k=3, encoding="uint8"),
+    "predictions": NO_MAPS | dict(num_images=60, features_dim=4, labelled=False, name_bytes=9),
+}
 
 
-def write(url: Path, rank: int = 0, world: int = 1) -> None:
+def write(url: Path, what: str = "maps", rank: int = 0, world: int = 1) -> None:
     """Writes the shards of a rank."""
-    schema = make_schema(**SIZES)
+    schema = make_schema(**SIZES[what])
     arrays = make_arrays(schema)
     writer = store.create(url, schema, resume=True, shard_bytes=2 * schema.bytes_per_image)
     pending = [shard for shard in writer.shards[rank::world] if shard in writer.pending()]
@@ -32,17 +35,20 @@ def write(url: Path, rank: int = 0, world: int = 1) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The files of the same store written without interruption."""
-    url = tmp_path_factory.mktemp("whole") / "s"
-    schema = make_schema(**SIZES)
-    write_store(url, schema, make_arrays(schema), shard_bytes=2 * schema.bytes_per_image)
-    return contents(url)
+    """The files of the same stores written without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    for what, sizes in SIZES.items():
+        schema = make_schema(**sizes)
+        shard_bytes = 2 * schema.bytes_per_image
+        write_store(folder / what, schema, make_arrays(schema), shard_bytes=shard_bytes)
+    return {what: contents(folder / what) for what in SIZES}
 
 
-def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
+@pytest.mark.parametrize("what", SIZES)
+def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole, what):
     url, draw = tmp_path / "s", random.Random()
     for number in (3, 4, *draw.choices(range(5, 18), k=2)):  # there are two for each of 30 shards
-        assert exit_code(write, url, kill=InWrite(number)) in KILLED
+        assert exit_code(write, url, what, kill=InWrite(number)) in KILLED
         pending = {shard.index for shard in store.join(url).pending()}
         finished = {
             path: path.stat().st_mtime_ns
@@ -58,10 +64,10 @@ def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
             "not written yet",
         }
     assert finished
-    assert exit_code(write, url) == 0
+    assert exit_code(write, url, what) == 0
     for path, written in finished.items():  # kept, not written again
         assert path.stat().st_mtime_ns == written
-    assert differing(contents(url), whole) == []
+    assert differing(contents(url), whole[what]) == []
     assert store.verify(url) == []
 
 
@@ -69,7 +75,7 @@ def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
 def test_a_finished_store_keeps_no_leavings_of_killed_writes(tmp_path, alone):
     """But what another process may be writing stays."""
     url = tmp_path / "s"
-    schema = make_schema(**SIZES)
+    schema = make_schema(**SIZES["maps"])
     arrays = make_arrays(schema)
     writer = store.create(url, schema)
     for shard in writer.pending():
@@ -84,15 +90,16 @@ def test_a_finished_store_keeps_no_leavings_of_killed_writes(tmp_path, alone):
     assert fresh.exists() == (not alone)
 
 
-def test_four_processes_write_one_store(tmp_path, whole):
+@pytest.mark.parametrize("what", SIZES)
+def test_four_processes_write_one_store(tmp_path, whole, what):
     url = tmp_path / "s"
-    processes = [FORKS.Process(target=write, args=(url, rank, 4)) for rank in range(4)]
+    processes = [FORKS.Process(target=write, args=(url, what, rank, 4)) for rank in range(4)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    assert differing(contents(url), whole) == []
+    assert differing(contents(url), whole[what]) == []
     assert store.verify(url) == []
     assert store.open(url).complete
 
@@ -106,7 +113,7 @@ def overwrite(url: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     Files.delete_all = delete_some_and_die
-    schema = make_schema(**SIZES)
+    schema = make_schema(**SIZES["maps"])
     store.create(url, schema, overwrite=True, shard_bytes=2 * schema.bytes_per_image)
 
 
@@ -117,5 +124,5 @@ def test_a_store_that_was_partly_deleted_names_no_shard_that_is_gone(tmp_path, w
     with pytest.raises(store.UnfinishedStore):
         store.open(url)
     assert exit_code(write, url) == 0
-    assert differing(contents(url), whole) == []
+    assert differing(contents(url), whole["maps"]) == []
     assert store.verify(url) == []

@@ -119,9 +119,9 @@ def build(
     check_fit(student, MapShape.of_store(maps.schema), phase, maps.url)
     check_targets(maps.schema, settings, data.image_size, maps.url)
     epochs = plan_epochs(settings, maps)
-    if phase.shuffle_maps and maps.schema.kind == "prior":
+    if phase.shuffle_maps and not maps.schema.kind_class.arrays(maps.schema):
         raise UserError(
-            f"phase_b.shuffle_maps: all images have the same maps in {maps.url}: leave it out"
+            f"phase_b.shuffle_maps: no image has maps of its own in {maps.url}: leave it out"
         )
     predicts = StoreNotes.of(maps.schema).has_predictions
     reader = None

@@ -104,7 +104,7 @@ def open_viewer(
     all_students: bool = True,
 ) -> Viewer:
     """The store, and the students that can be chosen beside it: those named, else all or none. Of a
-    run without a store the students alone, all of them or the last one."""
+    run without stored maps the students alone, all of them or the last one."""
     directory = None if run_dir is None else RunDirectory(run_dir)
     if directory is not None:
         directory.settings()  # refuses a folder that is no run
@@ -132,17 +132,22 @@ def open_viewer(
             )
     if directory is None:
         return Viewer(url, {}, store.open(url))
-    alone = bool(trained) and url == str(directory.maps) and not directory.maps.exists()
+    maps = None
+    is_own = url == str(directory.maps)
+    if not (trained and is_own and not directory.maps.exists()):
+        if is_own:
+            directory.stored()
+        maps = store.open(url)
+        if trained and is_own and not maps.schema.has_maps:
+            maps = None
     names: Sequence[str] = students or ()
     if not students and all_students:
         names = trained[::-1]  # the one trained last is shown first
-    elif not students and alone:
+    elif not students and maps is None:
         names = trained[-1:]
     models: dict[str, Load] = {name: partial(StudentMaps, directory, name) for name in names}
-    if not alone:
-        if url == str(directory.maps):
-            directory.stored()
-        return Viewer(url, models, store.open(url), students=list(models))
+    if maps is not None:
+        return Viewer(url, models, maps, students=list(models))
     data = StudentMaps(directory, names[0]).data
     return Viewer(str(directory.path), models, students=list(models), data=data, split="val")
 
