@@ -26,6 +26,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.training.job import LabelLosses, build, hard_loss, train, training_state
 from gaupipe.training.update import Update
 from pictures import photos
+from runs import metrics
 from worlds import in_world
 
 CPU = torch.device("cpu")
@@ -192,6 +193,12 @@ def test_of_very_many_images_none_is_decoded_before_it_is_needed(mine, monkeypat
     data = load(mine)
     assert len(data.unlabelled) == 7
     assert len(decoded) == 24 and not [name for name in decoded if "unlabelled" in name]
+    both = data.with_unlabelled()
+    data.keep(both, epoch=0)
+    assert data.train.source.is_cached and not both.source.is_cached
+    assert not [name for name in decoded if "unlabelled" in name]
+    with pytest.raises(UserError, match=r"a/b/2\.png: not readable as an image"):
+        data.keep(both, epoch=1)
     whole = [number for number, name in enumerate(data.unlabelled.names()) if "2" not in name]
     assert len([data.unlabelled.image(number) for number in whole]) == 6
     with pytest.raises(UserError, match=r"a/b/2\.png: not readable as an image"):
@@ -484,12 +491,44 @@ def test_accuracy_and_loss_of_an_epoch_are_those_of_images_with_labels(mine, tmp
     targets = 0.9 * np.eye(2)[labels] + 0.1 / 2
     state = training_state(job)
     train(job, state, tmp_path / "out", "student")
-    [metrics] = state.metrics
-    assert metrics["train_acc"] == pytest.approx((logits.argmax(1) == labels).mean(), abs=1e-6)
-    assert metrics["loss_hard"] == pytest.approx(cross_entropies(logits, targets).mean(), rel=1e-4)
+    [epoch] = state.metrics
+    assert epoch["train_acc"] == pytest.approx((logits.argmax(1) == labels).mean(), abs=1e-6)
+    assert epoch["loss_hard"] == pytest.approx(cross_entropies(logits, targets).mean(), rel=1e-4)
     assert "61 images (40 of them without labels), 2 classes" in capfd.readouterr().err
     lines = [
         json.loads(line) for line in (tmp_path / "out" / "steps.jsonl").read_text().splitlines()
     ]
     assert len(lines) == 16 and all(line["loss"] > 0 for line in lines)
     assert state.identity["the images without labels"] == job.data.unlabelled_sha256
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_epoch_goes_on_in_its_middle(mine, tmp_path):
+    settings = settings_of(mine, "checkpoint_minutes=0", "augment.flip=true", "augment.cutmix=1")
+
+    def trained(folder, last_batch=None):
+        job = job_of(settings)
+        if last_batch is not None:
+            calls = iter(range(last_batch))
+            label_losses = job.losses.label_losses
+
+            def until_interrupted(*arguments):
+                if next(calls, None) is None:
+                    raise Interrupted
+                return label_losses(*arguments)
+
+            job.losses.label_losses = until_interrupted
+        state = training_state(job)
+        state.load(folder / "checkpoint")
+        train(job, state, folder, "student")
+        return metrics(folder / "metrics.jsonl")
+
+    unbroken = trained(tmp_path / "unbroken")
+    assert len(unbroken) == 2
+    for last_batch in (3, 6):  # in the first epoch, and in the second
+        with pytest.raises(Interrupted):
+            trained(tmp_path / "interrupted", last_batch)
+    assert trained(tmp_path / "interrupted") == unbroken

@@ -157,7 +157,7 @@ class Batches:
         draws = [np.full(len(ids), drawn) for ids in batches]
         wanted = requests(self.split, batches, augment, draws)
         # crops of the full files are drawn anew in each epoch, so nothing is kept for them
-        self.data.keep(None if augment.settings.full_size else self.split)
+        self.data.keep(None if augment.settings.full_size else self.split, number)
         loads = self._timed(self.loader(wanted), "data")
         reads = None
         if maps is not None:

@@ -354,11 +354,14 @@ class FileImages(Dataset[Any]):
         """True where the images at :attr:`positions` are read from the cache."""
         return self.cache.images is not None
 
-    def keep(self) -> None:
+    def keep(self, epoch: int = 0) -> None:
         """Decodes the images that a training reads into the cache, if ``data.cache`` and the disk
-        let it. The first of several processes does so, and the others wait. Raises UserError for an
-        image that cannot be decoded, or that the data set's digest is not of.
+        let it; without :attr:`decoded_first` not before the first ``epoch``, counted from 0. The
+        first of several processes does so, and the others wait. Raises UserError for an image that
+        cannot be decoded, or that the data set's digest is not of.
         """
+        if epoch == 0 and not self.decoded_first:
+            return
         self.cache.keep(lambda number: self._unchanged(int(self.positions[number])))
 
     def _unchanged(self, position: int) -> Tensor:

@@ -198,14 +198,14 @@ class ImageData:
             raise UserError(f"data set {self.name} has no split {name!r}: {', '.join(self.splits)}")
         return self.splits[name]
 
-    def keep(self, training: Split | None) -> None:
+    def keep(self, training: Split | None, epoch: int = 0) -> None:
         """Decodes validation images of a source of their own into the user's cache, and the source
-        of the images of an epoch of ``training``; None leaves it out."""
+        of the images of an ``epoch`` of ``training``; None leaves it out."""
         val = self.val.source
         if isinstance(val, FileImages) and val is not self.train.source:
             val.keep()
         if training is not None and isinstance(training.source, FileImages):
-            training.source.keep()
+            training.source.keep(epoch)
 
     def write_split(self, path: Path) -> None:
         """Writes which images of the source are in each split, files by their names, and the names

@@ -22,7 +22,7 @@ from gaupipe.system.errors import UserError
 
 MOST_DECODED_FIRST = 100_000
 """Of more images only the bytes are read before the first step, because to decode them takes hours:
-a damaged one is refused once it is reached."""
+a damaged one is refused once it is reached, and the cache is made after the first epoch."""
 
 
 def open_unlabelled(
@@ -165,6 +165,6 @@ class JoinedImages(FileImages):
     def is_cached(self) -> bool:
         return self.first.is_cached and self.second.is_cached
 
-    def keep(self) -> None:
-        self.first.keep()
-        self.second.keep()
+    def keep(self, epoch: int = 0) -> None:
+        self.first.keep(epoch)
+        self.second.keep(epoch)
