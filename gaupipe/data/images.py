@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from io import BufferedReader, BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,9 @@ READERS = 8
 
 LONGEST = 16
 """A longer side than so many times the shorter one is cut at its ends."""
+
+PART = 1_000
+"""Files that wait to be read."""
 
 SETTLED_NS = 2_000_000_000
 """A file that changed less long ago might change again within the same time stamp: its digest is
@@ -117,7 +121,11 @@ def examined(images: FileImages) -> tuple[dict[str, str], dict[str, str]]:
             EpochProgress("reading images", len(unknown), 1) as progress,
         ):
             try:
-                answers = pool.map(images.examine, [positions[name] for name in unknown])
+                # in parts, because what a pool keeps of a million files would fill the memory
+                parts = (unknown[start : start + PART] for start in range(0, len(unknown), PART))
+                answers = chain.from_iterable(
+                    pool.map(images.examine, [positions[name] for name in part]) for part in parts
+                )
                 for name, (digest, problem) in zip(unknown, answers, strict=True):
                     stamp, changed_ns = stamps[name]
                     if problem:
