@@ -253,6 +253,18 @@ def test_a_training_on_labels_never_looks_at_images_without(mine, in_process, tm
     assert len({*files}) == 1
 
 
+def test_the_baseline_of_a_run_is_the_same_without_them(mine, in_process, tmp_path):
+    for name in ("with", "without"):
+        call = "run", "--data", "mine", *TINY, "--run-dir", name
+        code, _, err = in_process(*call, cwd=tmp_path)
+        assert code == 0, err
+        shutil.rmtree(mine / "unlabelled", ignore_errors=True)
+    files = [tmp_path / name / "plain/standard" for name in ("with", "without")]
+    assert metrics(files[0] / "metrics.jsonl") == metrics(files[1] / "metrics.jsonl")
+    weights = [(file / "student" / "model.safetensors").read_bytes() for file in files]
+    assert weights[0] == weights[1]
+
+
 def test_phase_a_begins_with_them_and_later_commands_want_the_same(mine, in_process, tmp_path):
     other = more_photos(tmp_path / "other", count=4, seed=2)
     call = "phase-a", "--data", "mine", "--unlabelled", "other", *TINY, "--run-dir", "run"
