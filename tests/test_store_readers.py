@@ -58,6 +58,15 @@ def test_xarray_opens_a_store_with_its_decoder(tmp_path):
     assert np.array_equal(prior, decoder["prior"])
 
 
+def test_xarray_opens_a_store_of_everything(tmp_path):
+    """Axes of the same name have the same length."""
+    xarray = pytest.importorskip("xarray")
+    schema = make_schema(kind="embedding", embedding_dim=7, features_dim=3, name_bytes=4)
+    write_store(tmp_path / "s", schema, make_arrays(schema), **options_of(schema))
+    data = xarray.open_zarr(tmp_path / "s", consolidated=True)
+    assert (data.sizes["feature"], data.sizes["channel"], data.sizes["byte"]) == (7, 3, 4)
+
+
 def test_shuffled_reads_keep_nothing_of_what_they_have_read(tmp_path):
     """An epoch reads each image once: memory does not grow with the images read."""
     schema = make_schema(num_images=24_000, grid=(4, 8))  # 1.5 kB an image

@@ -172,6 +172,7 @@ def test_a_store_of_a_model_round_trips(viewer, model, pictures, tmp_path, in_pr
     assert in_process(*command, *k, "--out", url, "--shard-mb", 0.001)[0] == 0
     schema = store.open(url).schema
     assert schema.prefix_tokens == 3 and schema.extra["teacher"] == model
+    assert [*schema.arrays()][-2:] == ["logits", "names"]  # images in files have no labels
     assert in_process("verify", url, "--teacher")[0] == 0
     maps = torch.cat(eager_maps(viewer.model("").model, inputs(pictures, "b.png")))
     row = ("inspect", url, "--image", 1, "--layer", 1, "--head", 0, "--query", "class", "--json")
@@ -193,6 +194,23 @@ def test_a_store_of_a_model_round_trips(viewer, model, pictures, tmp_path, in_pr
     patches = reader(store.open(url).gather(np.array([1]))).map(0)[0]
     expected = maps[0, :, 3:, 3:] / maps[0, :, 3:, 3:].sum(-1, keepdim=True)
     np.testing.assert_allclose(patches, expected, atol=2e-2)
+
+
+def test_a_store_has_the_predictions_of_a_model(viewer, model, pictures, tmp_path, in_process):
+    """Of one that has some."""
+    command = ("export-maps", "--images", pictures, "--kind", "predictions", "--model")
+    url = tmp_path / "p.zarr"
+    assert in_process(*command, model, "--out", url)[0] == 0
+    assert in_process("verify", url, "--teacher")[0] == 0
+    stored = store.open(url).gather(np.array([1, 0]))
+    assert store.unpack_names(stored["names"]) == ["b.png", "a.png"]
+    with torch.inference_mode():
+        logits = viewer.model("").model(torch.cat([inputs(pictures, f"{x}.png") for x in "ba"]))
+    np.testing.assert_allclose(stored["logits"], logits.log_softmax(-1), atol=2e-3)
+    nothing = saved(tmp_path / "nothing", num_classes=0)
+    code, _, err = in_process(*command, nothing, "--out", tmp_path / "n.zarr")
+    assert (code, err.count("\n")) == (2, 1) and "predicts no classes" in err
+    assert not (tmp_path / "n.zarr").exists()
 
 
 def test_an_unfinished_store_is_continued_by_its_own_model_alone(

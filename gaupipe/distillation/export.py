@@ -15,6 +15,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.distillation.kinds import MAP_KINDS, Attention
 from gaupipe.distillation.store_choice import check_export
 from gaupipe.settings import ExportSettings
+from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import TeacherJob
 from gaupipe.teachers.gaussian_vit import Teacher
 from gaupipe.teachers.notes import Drawing, StoreNotes
@@ -62,6 +63,9 @@ def make_schema(
     shape = job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
     check_export(export, job.settings, job.teacher, shape.grid, shape.layers)
+    has_maps = store.KINDS[kind].has_maps
+    if not has_maps and job.notes().predicts is False:
+        raise UserError(f"--kind {kind}: the teacher predicts no classes: choose topk or dense")
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = replace(
         job.notes(),
@@ -84,7 +88,7 @@ def make_schema(
         teacher_sha256=sha256 or job.sha256,
         parametrisation=job.settings.phase_a.parametrisation,
         embedding_dim=network.embedding if network and kind == "embedding" else None,
-        prefix_tokens=getattr(job.teacher, "kept_prefix", 0),
+        prefix_tokens=getattr(job.teacher, "kept_prefix", 0) if has_maps else 0,
         labelled=notes.files is None,
         name_bytes=data.train.name_bytes,
         extra=notes.to_json(),

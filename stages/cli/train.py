@@ -118,7 +118,7 @@ def export_maps(
     run_dir: RunDir = None,
     kind: Annotated[
         str | None,
-        option("--kind KIND", "Such as gaussian, topk or dense.", "what fits the teacher"),
+        option("--kind KIND", "Such as gaussian, topk or predictions.", "what fits the teacher"),
     ] = None,
     encoding: Annotated[
         Literal["float16", "uint8"] | None,

@@ -147,7 +147,7 @@ def run_model(
     def load() -> TeacherJob[Any]:
         place.check()
         kind = asked.get("kind")
-        if kind in MAP_KINDS and not store.KINDS[kind].has_prefix:
+        if kind in MAP_KINDS and store.KINDS[kind].has_maps and not store.KINDS[kind].has_prefix:
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
         return open_model(model, files, download, image_size)[0]
 
