@@ -376,20 +376,48 @@ def test_a_transparent_colour_of_16_bits_is_refused(root):
     assert "5.png: not readable as an image (one of its colours of 16 bits" in refused(root)
 
 
-def test_planes_of_16_bits_are_refused(root):
-    """Pillow takes the lower half of each value for a value."""
-    tags = {256: 4, 257: 4, 258: 8 + 2 + 7 * 12 + 4, 262: 2, 273: 0, 277: 3, 284: 2}
-    bits = struct.pack("<3H", 16, 16, 16)
-    start = tags[258] + len(bits)
-    strips = struct.pack("<3I", *(start + 12 + 32 * plane for plane in range(3)))
-    tags[273] = start
-    counts = {258: (3, 3), 273: (4, 3)}  # (type, count) of those that lie behind
+def planes(values: np.ndarray) -> bytes:
+    """A TIFF of [C, 4, 4], 8 or 16 bits, without compression, each colour by itself."""
+    channels, bits = len(values), 8 * values.itemsize
+    tags = {256: 4, 257: 4, 258: 0, 262: 2 if channels > 2 else 1, 273: 0, 277: channels, 284: 2}
+    lengths = {258: (3, channels), 273: (4, channels)}  # (type, count) of what lies behind
+    if channels == 2:
+        tags[338] = 2  # alpha
+    tags[258] = 8 + 2 + 12 * len(tags) + 4
+    tags[273] = tags[258] + 2 * channels
+    start = tags[273] + 4 * channels
     content = struct.pack("<2sHIH", b"II", 42, 8, len(tags))
     for tag, value in tags.items():
-        content += struct.pack("<2H2I", tag, *counts.get(tag, (4, 1)), value)
-    content += bytes(4) + bits + strips + noise(0, 3, 4, 4, dtype=np.uint16).tobytes()
-    (root / "train" / "cat" / "5.tif").write_bytes(content)
-    assert "Pillow misreads uncompressed planes of 16 bits: compress them" in refused(root)
+        content += struct.pack("<2H2I", tag, *lengths.get(tag, (4, 1)), value)
+    content += bytes(4) + struct.pack(f"<{channels}H", *channels * [bits])
+    size = values[0].nbytes
+    content += struct.pack(f"<{channels}I", *(start + size * plane for plane in range(channels)))
+    return content + values.tobytes()
+
+
+@pytest.mark.parametrize(
+    "channels,dtype,refusal",
+    [
+        (3, np.uint8, ""),
+        (3, np.uint16, "Pillow misreads its planes"),
+        (2, np.uint8, "not readable"),
+    ],
+)
+def test_planes_are_read_rightly_or_refused(root, channels, dtype, refusal):
+    """Of 16 bits Pillow takes the lower half of each value for a value."""
+    path = root / "train" / "cat" / "5.tif"
+    values = noise(0, channels, 4, 4, dtype=dtype)
+    path.write_bytes(planes(values))
+    if refusal:
+        assert refusal in refused(root)
+    else:
+        np.testing.assert_array_equal(pixels(path), values.transpose(1, 2, 0))
+
+
+def test_signed_bytes_are_refused(root):
+    image = Image.fromarray(noise(0, 4, 4))
+    image.save(root / "train" / "cat" / "5.tif", tiffinfo={339: 2})
+    assert "its values are signed bytes" in refused(root)
 
 
 def test_colours_become_rgb(tmp_path):

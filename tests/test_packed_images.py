@@ -351,6 +351,17 @@ def in_a_split_alone(folder, tmp_path):
     return archive(tmp_path / "x.tar", ("train/1.png", first.read_bytes()))
 
 
+def beside_the_classes(folder, tmp_path):
+    shutil.copy(folder / "train" / "cat" / "0.png", folder / "train" / "stray.png")
+    return tar(tmp_path / "x.tar", folder / "train")
+
+
+def in_parts(folder, tmp_path):
+    (folder / "train").rename(folder / "first")
+    (folder / "val").rename(folder / "second")
+    return tar(tmp_path / "x.tar", folder)
+
+
 def of_several_classes(folder, tmp_path):
     [first, *_] = sorted((folder / "train").rglob("*.png"))
     return webdataset(tmp_path / "x.tar", [("1", first, "0\n1")])
@@ -387,6 +398,8 @@ BAD = {
     "0.tar: 1.json may say which class an image is of": labelled_in_json,
     "1.tar: 1/1.png has no class": labelled_in_one_of_two,
     "x.tar: train/1.png has no class": in_a_split_alone,
+    "x.tar: stray.png has no class": beside_the_classes,
+    "x.tar holds first, second, and each of them the same folders cat, dog": in_parts,
     "x.tar: 1.cls should hold one class, as text in one line": of_several_classes,
     "x.tar: is no whole, uncompressed .tar (cat/1.png has 4611686018427387904 bytes by its": (
         of_a_size_that_cannot_be
@@ -407,6 +420,13 @@ def test_bad_archives_and_tables_give_one_line(folder, tmp_path, in_process, mes
     assert (code, out) == (2, "") and len(err.splitlines()) == 1, err
     assert message in err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_images_beside_the_splits_of_a_tar_are_left_out_and_said(folder, tmp_path, capsys):
+    expected = load(folder)
+    shutil.copy(folder / "train" / "cat" / "0.png", folder / "logo.png")
+    assert same(load(tar(tmp_path / "x.tar", folder)), expected)
+    assert "left out 1 images that are of no split" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["GNU", "PAX"])

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from gaupipe.system.errors import UserError
 
@@ -33,7 +34,9 @@ MANY = 1000
 BITS = 258
 PHOTOMETRIC = 262
 PLANES = 284
-"""TIFF's tags: bits of each sample; 0 where white is 0; 2 where each colour lies apart."""
+SAMPLE_FORMAT = 339
+"""TIFF's tags: bits of each sample; 0 where white is 0; 2 where each colour lies apart; and 2
+where numbers have signs."""
 
 warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd metadata, which nobody reads here
 
@@ -62,7 +65,7 @@ def read_rgb(file: BinaryIO) -> Image.Image:
     converts them. What is transparent is laid on white. Values of 16 bits are scaled to 8 bits,
     and so are grey values that are fractions from 0 to 1; one line on stderr tells of an image
     whose white seems to be less. Raises what Pillow raises, and ValueError for grey values of
-    another range and for a transparent colour of 16 bits.
+    another range, for a transparent colour of 16 bits, and for a TIFF that Pillow misreads.
     """
     with identify(file) as image:
         return _rgb(image)
@@ -96,12 +99,11 @@ def _rgb(opened: ImageFile.ImageFile) -> Image.Image:
 
 def _of_8_bits(opened: ImageFile.ImageFile) -> Image.Image:
     """The pixels, turned as EXIF says."""
+    _refuse_misread(opened)
     tags = getattr(opened, "tag_v2", {})  # of TIFF
     is_deep = opened.format in ("PNG", "TIFF") and ";16" in str(opened.tile)
     if is_deep and "transparency" in opened.info:  # Pillow looks for it among 8 bits
         raise ValueError("one of its colours of 16 bits is transparent: give it an alpha channel")
-    if tags.get(PLANES) == 2 and max(tags[BITS]) > 8 and opened.tile[0][0] == "raw":
-        raise ValueError("Pillow misreads uncompressed planes of 16 bits: compress them")
     image = ImageOps.exif_transpose(opened)
     if image.mode == "F" or image.mode.startswith("I"):
         values = np.asarray(image)
@@ -109,6 +111,19 @@ def _of_8_bits(opened: ImageFile.ImageFile) -> Image.Image:
     if is_deep:  # Pillow has kept the upper 8 bits
         _say_if_dark(np.asarray(image.convert("RGB")), 255)
     return image
+
+
+def _refuse_misread(opened: ImageFile.ImageFile) -> None:
+    """Raises ValueError for a TIFF of which Pillow gives other values than it holds."""
+    if not isinstance(opened, TiffImageFile):
+        return
+    tags = opened.tag_v2
+    bits = max(tags.get(BITS, (1,)))
+    if tags.get(SAMPLE_FORMAT, (1,))[0] == 2 and bits == 8:
+        raise ValueError("its values are signed bytes; save it with unsigned ones")
+    is_raw = opened.tile[0][0] == "raw"
+    if tags.get(PLANES) == 2 and (opened.mode in ("LA", "La") or (bits > 8 and is_raw)):
+        raise ValueError("Pillow misreads its planes; save it with each pixel's values together")
 
 
 def _eight_bits(values: np.ndarray, white_is_zero: bool) -> np.ndarray:

@@ -179,7 +179,7 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
             f"data.root: {folder} holds no class folder; it should hold one folder of "
             "images for each class"
         )
-    _check_levels(folder, classes)
+    check_levels(folder, classes)
     say_left_out(f"data.root {folder}", others)
     return classes
 
@@ -194,7 +194,7 @@ def say_left_out(place: str, others: Sequence[str]) -> None:
     say_once(f"{place}: left out {files} that are no images, such as {others[0]}")
 
 
-def _check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
+def check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
     """Raises UserError where the folders taken for classes are parts of a data set."""
     inside = {frozenset(map(_inner_folder, images)) for images in classes.values()}
     first = next(iter(inside))

@@ -9,13 +9,14 @@ import re
 import sys
 import tarfile
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from gaupipe.data.decoding import is_image
-from gaupipe.data.folder import folders_in, say_once, split_of
+from gaupipe.data.folder import check_levels, folders_in, say_once, split_of
 from gaupipe.data.images import stamp_of
 from gaupipe.data.packed import Images, number_first
 from gaupipe.system.errors import UserError
@@ -107,7 +108,8 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
         members += members_of(archive, number)
     if not members:
         raise UserError(f"{root}: no image that Pillow reads is in there")
-    if any(member.label for member in members):
+    labelled = any(member.label for member in members)
+    if labelled:
         for member in members:
             if not member.label:
                 raise _without_class(archives, member)
@@ -126,7 +128,7 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
         label = member.label
         if not label:
             folder, has_folder, _ = path.partition("/")
-            if not has_folder:
+            if split and not has_folder:
                 raise _without_class(archives, member)
             label = sys.intern(folder)  # one string for all images of a class
         found.setdefault(split, []).append(member._replace(path=path, label=label))
@@ -140,6 +142,11 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
         inside.sort(key=lambda member: (number_first(member.label), member.path))
         names = [member.path for member in inside]
         labels = [member.label for member in inside]
+        if not labelled:
+            classes = {
+                label: [*of] for label, of in groupby(names, lambda name: name.split("/")[0])
+            }
+            check_levels(root, classes)
         splits[split] = Images(names, labels, TarMembers(archives, inside))
     return splits
 
@@ -184,6 +191,7 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
                 about_image = last if is_image(name) else name
             last = name
     seen: set[str] = set()
+    all_flat = not any("/" in name for name, _, _ in images)
     for name, offset, size in images:
         flat = "/" not in name
         label = labels.get(_key(name), "")
@@ -197,7 +205,7 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
                 "are read: write such files, or put the images into folders CLASS/"
             )
         folder = ""
-        if flat and (label or not archive.split):
+        if flat and (label or (all_flat and not archive.split)):
             folder = f"{path.stem}/"
         if archive.split is not None and split_of(name.partition("/")[0]) != archive.split:
             folder = f"{archive.split}/{folder}"  # train.tar may or may not have a folder train/
