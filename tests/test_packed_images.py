@@ -362,6 +362,11 @@ def in_parts(folder, tmp_path):
     return tar(tmp_path / "x.tar", folder)
 
 
+def beside_images_without_labels(folder, tmp_path):
+    shutil.copytree(folder / "train" / "cat", folder / "train" / "Unlabelled")
+    return tar(tmp_path / "x.tar", folder / "train")
+
+
 def of_several_classes(folder, tmp_path):
     [first, *_] = sorted((folder / "train").rglob("*.png"))
     return webdataset(tmp_path / "x.tar", [("1", first, "0\n1")])
@@ -399,6 +404,7 @@ BAD = {
     "1.tar: 1/1.png has no class": labelled_in_one_of_two,
     "x.tar: train/1.png has no class": in_a_split_alone,
     "x.tar: stray.png has no class": beside_the_classes,
+    "x.tar: Unlabelled/ would be a class": beside_images_without_labels,
     "x.tar holds first, second, and each of them the same folders cat, dog": in_parts,
     "x.tar: 1.cls should hold one class, as text in one line": of_several_classes,
     "x.tar: is no whole, uncompressed .tar (cat/1.png has 4611686018427387904 bytes by its": (

@@ -87,11 +87,12 @@ def _rgb(opened: ImageFile.ImageFile) -> Image.Image:
         image = image.convert("LA" if image.mode[0] in "1L" else "RGBA")
         alpha = image.getchannel("A")
         image = image.convert(image.mode.removesuffix("A"))
-    if image.mode not in ("L", "CMYK"):
+    if image.mode not in ("L", "RGB", "CMYK"):  # those that profiles are of
         image = image.convert("RGB")
     if profile:
         image = _in_srgb(image, profile)
-    image = image.convert("RGB")
+    if image.mode != "RGB":
+        image = image.convert("RGB")
     if alpha is not None:
         image = Image.composite(image, Image.new("RGB", image.size, "white"), alpha)
     return image

@@ -9,14 +9,13 @@ import re
 import sys
 import tarfile
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from gaupipe.data.decoding import is_image
-from gaupipe.data.folder import check_levels, folders_in, say_once, split_of
+from gaupipe.data.folder import WITHOUT_LABELS, check_levels, folders_in, say_once, split_of
 from gaupipe.data.images import stamp_of
 from gaupipe.data.packed import Images, number_first
 from gaupipe.system.errors import UserError
@@ -143,12 +142,23 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
         names = [member.path for member in inside]
         labels = [member.label for member in inside]
         if not labelled:
-            classes = {
-                label: [*of] for label, of in groupby(names, lambda name: name.split("/")[0])
-            }
-            check_levels(root, classes)
+            _check_classes(root, names)
         splits[split] = Images(names, labels, TarMembers(archives, inside))
     return splits
+
+
+def _check_classes(root: Path, names: Sequence[str]) -> None:
+    """Raises UserError where folders are no classes, as those of a folder are refused."""
+    classes: dict[str, list[str]] = {}
+    for name in names:
+        classes.setdefault(name.split("/")[0], []).append(name)
+    check_levels(root, classes)
+    for name in classes:
+        if name.lower() in WITHOUT_LABELS:
+            raise UserError(
+                f"{root}: {name}/ would be a class like the folders beside it: put these into "
+                "train/, or give it another name"
+            )
 
 
 @functools.lru_cache(maxsize=1)  # settings are chosen by their number before these are loaded
