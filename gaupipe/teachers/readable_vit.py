@@ -14,7 +14,7 @@ import itertools
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from timm.layers import Attention
@@ -27,6 +27,10 @@ from gaupipe.maps.views import pool_map, without_prefix
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.attention_maps import AttentionReader, attention_map, use_fused_attention
 from gaupipe.vit.inputs import SETTING, input_of
+
+MatchedBy = Literal["name", "number"]
+
+PROBE_INSTEAD = "phase_a.teacher_args={num_classes: 0} takes a linear probe on its features"
 
 READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
 
@@ -69,7 +73,8 @@ class VitTeacher(nn.Module):
 
     Attributes: ``name``; ``takes``, its :class:`Input`; ``grid`` (h, w); ``layers``; ``heads``;
     ``prefix``, the number of class and register tokens, and ``kept_prefix``, of those in its maps;
-    ``classes``, as of :func:`classes_in`.
+    ``classes``, for each class of the data set its number in the head, and ``matched_by``, how
+    :func:`classes_in` found them; both None for a model that predicts no classes or others.
     """
 
     model: Any  # some class of timm's
@@ -81,7 +86,11 @@ class VitTeacher(nn.Module):
         self.name = name
         use_fused_attention(self.model)
         self.num_classes = data.num_classes
-        self.classes = classes_in(model, data)
+        self.classes: list[int] | None = None
+        self.matched_by: MatchedBy | None = None
+        matched = classes_in(model, data, name)
+        if matched is not None:
+            self.classes, self.matched_by = matched
         self.takes = input_of(model, data, name)
         self.grid, self.layers, self.heads, self.prefix = self._shape_of_maps(data)
 
@@ -227,23 +236,33 @@ class VitTeacher(nn.Module):
         return tuple(grid), len(maps), heads, prefix
 
 
-def classes_in(model: nn.Module, data: ImageData) -> list[int] | None:
-    """For each class of the data set its number in the model's head, or None for a model that
-    predicts no classes or others. Classes are matched by name; where the model or the data set has
-    no names, by number, if both have as many."""
+def classes_in(model: nn.Module, data: ImageData, name: str) -> tuple[list[int], MatchedBy] | None:
+    """(for each class of the data set its number in the model's head, how they were matched), or
+    None for a model that predicts no classes or others. Classes are matched by name; where the
+    model or the data set has no names, by number, if both have as many.
+
+    Raises UserError, with the model's ``name``, for a class that is the name of several in its
+    head: a photo of a crane may show a bird.
+    """
     count: Any = model.num_classes
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     names = [str(name) for name in config.get("label_names") or ()]
     if len(names) != count or not data.class_names:
         if count != data.num_classes:
             return None
-        return list(range(count))
+        return list(range(count)), "number"
     if names == data.class_names:  # two classes may share a name
-        return list(range(count))
+        return list(range(count)), "name"
     numbers = {name: number for number, name in enumerate(names)}
     if not numbers.keys() >= {*data.class_names}:
         return None
-    return [numbers[name] for name in data.class_names]
+    for shared in data.class_names:
+        if names.count(shared) > 1:
+            raise UserError(
+                f"{SETTING}: {name}: {names.count(shared)} of its classes are named {shared!r}, as "
+                f"one of {data.name} is: {PROBE_INSTEAD}, or name that class otherwise"
+            )
+    return [numbers[name] for name in data.class_names], "name"
 
 
 def parts_of_teachers(model: nn.Module) -> list[str]:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
@@ -22,7 +23,12 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.base import TeacherJob, identity
 from gaupipe.teachers.probe import check_probe, fit_probe
-from gaupipe.teachers.readable_vit import VitTeacher, parts_of_teachers, weights_of_patches
+from gaupipe.teachers.readable_vit import (
+    PROBE_INSTEAD,
+    VitTeacher,
+    parts_of_teachers,
+    weights_of_patches,
+)
 from gaupipe.training.job import EpochPlan, LabelLosses, Training
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model
@@ -31,6 +37,13 @@ from gaupipe.vit.inputs import SETTING
 from gaupipe.vit.pretrained import HUB, REMEDY, cached_weights, pretrained, published
 
 VitJob = TeacherJob[VitTeacher]
+
+SAMPLE = 200
+"""Training images by which it is seen whether a teacher's numbers of classes are those of the data
+set."""
+
+NEAR_CHANCE = 0.2
+"""A smaller part of the way from chance to no mistake is near chance."""
 
 
 def build_training(settings: Settings, data: ImageData) -> Training:
@@ -125,7 +138,9 @@ def other_teacher(
     changes["teacher"] = parsed.teacher
     settings = settings.with_section("phase_a", **changes, per_image="table")
     settings = settings.model_copy(update={"download": download})
-    return build(settings, data)
+    job = build(settings, data)
+    check_matched(job)
+    return job
 
 
 def checked_job(settings: Settings, data: ImageData, students: bool = True) -> VitJob | Training:
@@ -138,6 +153,7 @@ def checked_job(settings: Settings, data: ImageData, students: bool = True) -> V
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
         return build_training(settings, data)
     job = build(settings, data)
+    check_matched(job)
     if students:
         warm = settings.phase_b.warm_start != "none"
         weights = job.teacher.weights() if warm else {}
@@ -186,15 +202,35 @@ def say_what_students_lack(job: TeacherJob[Any]) -> None:
             )
 
 
+def check_matched(job: TeacherJob[Any]) -> None:
+    """Raises UserError for a teacher whose classes were matched by number, and that is hardly
+    better for some training images than to name always the same class: its numbers stand for other
+    classes, or for the same ones in another order."""
+    vit = job.teacher
+    if not isinstance(vit, VitTeacher) or vit.matched_by != "number":
+        return
+    train = job.data.train
+    sample = train.evenly_spaced(SAMPLE)
+    right = 0
+    with torch.inference_mode():
+        for batch in job.batches(train).in_order(sample):
+            right += int((vit(batch.images).argmax(-1) == batch.labels).sum())
+    accuracy = right / len(sample)
+    chance = np.bincount(train.labels).max() / len(train)
+    if accuracy < chance + NEAR_CHANCE * (1 - chance):
+        raise UserError(
+            f"{SETTING}: {vit.name}: its classes are matched by number, for want of names, and it "
+            f"is right for {right} of {len(sample)} training images, which is near chance: write "
+            f"the names of its classes as label_names into its config.json, or {PROBE_INSTEAD}"
+        )
+
+
 def say_own_head(job: VitJob, accuracy: float) -> None:
     """Says how good the teacher's own predictions are, and how its classes were matched."""
-    config = getattr(job.teacher.model, "pretrained_cfg", None) or {}
-    names = config.get("label_names")
-    how = "by name" if names and job.data.class_names else "by number"
     if distributed.is_main():
         print(
-            f"gaupipe: {job.teacher.name}: its own head predicts the classes, matched {how}: "
-            f"{100 * accuracy:.1f} % of the validation images",
+            f"gaupipe: {job.teacher.name}: its own head predicts the classes, matched by "
+            f"{job.teacher.matched_by}: {100 * accuracy:.1f} % of the validation images",
             file=sys.stderr,
         )
 
