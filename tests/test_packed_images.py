@@ -10,6 +10,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
+from timm.data import create_dataset
 
 from arguments import sets
 from gaupipe.data.splits import load_data
@@ -79,6 +80,17 @@ def same(data, folder_data):
 @pytest.mark.parametrize("start", ["", "./", "photos/"])
 def test_a_tar_is_as_the_folder_that_it_packs(folder, tmp_path, start):
     assert same(load(tar(tmp_path / "x.tar", folder, arcname=start)), load(folder))
+
+
+def test_classes_that_are_numbers_come_by_their_value(folder, tmp_path):
+    """In a folder as in a tar, and as timm's ImageFolder has them."""
+    (folder / "train" / "cat").rename(folder / "train" / "10")
+    (folder / "train" / "dog").rename(folder / "train" / "9")
+    data = load(folder / "train")
+    assert data.class_names == ["9", "10"]
+    assert same(load(tar(tmp_path / "x.tar", folder / "train")), data)
+    theirs = create_dataset("folder", root=str(folder / "train")).reader.class_to_idx
+    assert sorted(theirs, key=theirs.get) == data.class_names
 
 
 @pytest.mark.parametrize("start", ["", "train"])

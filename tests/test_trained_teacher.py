@@ -819,6 +819,49 @@ def test_classes_of_a_teacher_are_those_of_the_folders_by_name(tmp_path, in_proc
     assert accuracies["fox"] is None
 
 
+def test_a_teacher_without_names_knows_folders_of_numbers_or_is_refused(tmp_path, in_process):
+    """As text, "10" comes before "2", and a teacher that is always right would be right for 0 and 1
+    alone."""
+    draw = np.random.default_rng(0)
+    patterns = draw.integers(2, 254, size=(12, 1, 8, 8, 3))
+    pixels = (patterns + draw.integers(-2, 3, size=(12, 4, 8, 8, 3))).astype(np.uint8)
+    for label, images in enumerate(pixels):
+        folder = tmp_path / "photos" / str(label)
+        folder.mkdir(parents=True)
+        for number, image in enumerate(images):
+            Image.fromarray(image).save(folder / f"{number}.png")
+
+    torch.manual_seed(0)
+    sizes = dict(img_size=8, patch_size=4, embed_dim=48, depth=1, num_heads=2, num_classes=12)
+    vit = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    inputs = torch.from_numpy(pixels.reshape(-1, 8, 8, 3)).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.inference_mode():
+        features = vit.forward_head(vit.forward_features(inputs), pre_logits=True)
+    right = torch.eye(12).repeat_interleave(4, 0)
+    weights = torch.linalg.lstsq(features, right).solution.T
+
+    def phase_a(run, *changes):
+        save_student(vit, tmp_path / "vit", mean=(0.5,) * 3, std=(0.5,) * 3)
+        command = ["phase-a", "--data", tmp_path / "photos", "--run-dir", tmp_path / run]
+        model = "model.args={embed_dim: 16, depth: 1, num_heads: 2}"
+        teacher = ["--teacher", f"local-dir:{tmp_path / 'vit'}"]
+        return in_process(*command, *teacher, *sets("threads=1", model, *changes))
+
+    for run, numbers in (("right", np.arange(12)), ("text", sorted(range(12), key=str))):
+        vit.head.weight.data = weights[numbers]
+        code, _, err = phase_a(run)
+        if run == "right":
+            assert code == 0 and "matched by number: 100.0 % of the validation images" in err, err
+        else:
+            assert (
+                code == 2 and "matched by number, for want of names, and it is right for 6" in err
+            )
+            assert "phase_a.teacher_args={num_classes: 0}" in err
+            assert not (tmp_path / run).exists()
+    code, _, err = phase_a("text", "phase_a.teacher_args={num_classes: 0}")
+    assert code == 0 and "a linear probe on its features" in err, err
+
+
 @pytest.mark.parametrize("what", ["free_disk", "available_memory"])
 def test_an_export_that_does_not_fit_is_refused(run, monkeypatch, what):
     monkeypatch.setattr(resources, what, lambda *_: 1000)

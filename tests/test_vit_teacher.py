@@ -138,6 +138,16 @@ def test_classes_are_matched_by_name():
         torch.testing.assert_close(logits, expected[:, columns].log_softmax(-1))
 
 
+def test_a_name_of_two_classes_is_refused_where_the_data_has_it():
+    """As "crane" in ImageNet's names, which is a bird and a machine."""
+    model = small()
+    model.pretrained_cfg["label_names"] = ["ant", "crane", "cat", "dog", "crane"]
+    with pytest.raises(UserError, match="vit: 2 of its classes are named 'crane', as one of blobs"):
+        VitTeacher(model, data(names=["crane", "ant"]), "vit")
+    assert VitTeacher(model, data(names=["cat", "ant"]), "vit").classes == [2, 0]
+    assert not VitTeacher(model, data(names=["crane", "fox"]), "vit").predicts
+
+
 @pytest.mark.parametrize("asked", [["ant", "bee", "cat", "dog", "fox"], ["ant", "fox"]])
 def test_a_teacher_of_other_classes_predicts_nothing(asked):
     model = small()
@@ -149,11 +159,15 @@ def test_a_teacher_of_other_classes_predicts_nothing(asked):
 
 
 def test_without_names_the_number_of_classes_decides():
-    assert VitTeacher(small(), data(names=["ant", "bee", "cat", "dog", "eel"]), "vit").predicts
+    names = ["ant", "bee", "cat", "dog", "eel"]
+    assert VitTeacher(small(), data(names=names), "vit").matched_by == "number"
     assert not VitTeacher(small(), data(classes=7), "vit").predicts
     named = small()
-    named.pretrained_cfg["label_names"] = ["ant", "bee", "cat", "dog", "eel"]
-    assert VitTeacher(named, data(), "vit").predicts
+    named.pretrained_cfg["label_names"] = names
+    assert VitTeacher(named, data(), "vit").matched_by == "number"
+    assert VitTeacher(named, data(names=names), "vit").matched_by == "name"
+    named.pretrained_cfg["label_names"] = [f"class {number}" for number in range(1000)]
+    assert VitTeacher(named, data(), "vit").matched_by == "number"  # of a head that was replaced
 
 
 @pytest.mark.parametrize(

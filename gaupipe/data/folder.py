@@ -121,6 +121,11 @@ def folders_in(folder: Path) -> list[Path]:
     return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
 
 
+def number_first(label: str) -> tuple[int, str]:
+    """Sorts numbers by their value, and other text as text."""
+    return (int(label) if label.isdecimal() else 0, label)
+
+
 def split_of(name: str) -> str | None:
     """The split that a folder's name names."""
     for split, names in SPLITS.items():
@@ -148,7 +153,8 @@ def check_classes(
 
 
 def find_classes(folder: Path) -> dict[str, list[str]]:
-    """{class: its images} as torchvision's ImageFolder finds them, all sorted by name.
+    """{class: its images} as torchvision's ImageFolder finds them, all sorted by name, but classes
+    whose names are numbers by their value, as timm does.
 
     Images are paths relative to ``folder``, with '/' between folders. They may lie in sub-folders
     of their class. One line on stderr, once, tells of other files. Raises UserError for a folder
@@ -158,7 +164,7 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
     classes = {}
     others = []
     start = len(os.path.join(folder, ""))
-    for entry in sorted(folder.iterdir()):
+    for entry in sorted(folder.iterdir(), key=lambda entry: number_first(entry.name)):
         if entry.name.startswith("."):
             continue
         if entry.is_symlink() and not entry.exists():

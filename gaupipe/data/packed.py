@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gaupipe.data.folder import check_classes
+from gaupipe.data.folder import check_classes, number_first
 from gaupipe.data.images import UNLABELLED, FileImages, as_asked
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
@@ -102,8 +102,3 @@ def check_names(names: Sequence[str], place: Path) -> None:
     [(name, times)] = Counter(names).most_common(1)
     if times > 1:
         raise UserError(f"{place}: {times} images have the name {name}; leave one of them")
-
-
-def number_first(label: str) -> tuple[int, str]:
-    """Sorts numbers by their value, and other text as text."""
-    return (int(label) if label.isdecimal() else 0, label)

@@ -15,9 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from gaupipe.data.decoding import is_image
-from gaupipe.data.folder import WITHOUT_LABELS, check_levels, folders_in, say_once, split_of
+from gaupipe.data.folder import (
+    WITHOUT_LABELS,
+    check_levels,
+    folders_in,
+    number_first,
+    say_once,
+    split_of,
+)
 from gaupipe.data.images import stamp_of
-from gaupipe.data.packed import Images, number_first
+from gaupipe.data.packed import Images
 from gaupipe.system.errors import UserError
 
 MOST_LINKS = 40
