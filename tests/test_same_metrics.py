@@ -6,6 +6,7 @@ and one or two of the 200 images may fall on the other side. Early versions of t
 truncated normal numbers, so that models start with other weights.
 
 Of mixed images train_acc is left out: it counted an image's own class, however small its share.
+So are the validation metrics of averaged weights, whose average was not warmed up.
 """
 
 import json

@@ -23,10 +23,10 @@ from gaupipe.training.state import TrainingState
 from gaupipe.training.update import Update, per_image_gradient
 
 
-def make(accumulate=1, clip_grad=None, metrics=()) -> TrainingState:
+def make(accumulate=1, clip_grad=None, ema=None, metrics=()) -> TrainingState:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    optim = OptimSettings(accumulate=accumulate, clip_grad=clip_grad)
+    optim = OptimSettings(accumulate=accumulate, clip_grad=clip_grad, ema=ema)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return TrainingState(model, optimizer, mock.Mock(), optim, metrics=list(metrics))
 
@@ -64,6 +64,27 @@ def test_a_continued_training_counts_its_updates_on():
     state = make(metrics=[{}, {}])
     Update(state, steps=3).backward(loss_of(state.modules, torch.ones(1, 3)))
     assert asked(state) == [6]
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9999])
+@pytest.mark.parametrize("accumulate,steps", [(1, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4])])
+def test_an_average_of_few_steps_holds_nothing_of_the_untrained_weights(decay, accumulate, steps):
+    """Two epochs of three batches, continued between them; as in timm's warm-up, by hand."""
+    state = make(accumulate=accumulate, ema=decay)
+    weights = []
+    for epoch in range(2):
+        state.metrics = [{}] * epoch
+        update = Update(state, steps=3)
+        for batch in torch.randn(3, 4, 3):
+            update.backward(loss_of(state.modules, batch))
+            update.step()
+            if update.stepped:
+                weights.append(state.modules.weight.detach().clone())
+    average = torch.zeros(2, 3)
+    for step, weight in zip(steps, weights, strict=True):
+        share = max(1 - decay, step ** (-2 / 3))  # of the latest weights
+        average += share * (weight - average)
+    torch.testing.assert_close(state.kept.weight, average)
 
 
 @pytest.mark.parametrize("size,accumulate", [(1, 1), (4, 1), (4, 2)])

@@ -42,9 +42,10 @@ class OptimSettings(Section):
     accumulate: Positive = 1
     """Batches whose gradients are added up before a step."""
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Decay of an exponential moving average of the weights. If set, the averaged weights are
-    evaluated and saved. Null makes no average; with 1 the average would stay at the untrained
-    weights."""
+    """Largest decay of an exponential moving average of the weights. If set, the averaged weights
+    are evaluated and saved. In step n the decay is at most 1 - n^(-2/3), as in timm's warm-up, so
+    that an average over few steps forgets the untrained weights: 0.99 is reached after 1,000,
+    0.9999 after a million steps. Null makes no average."""
 
 
 class TrainSettings(Section):

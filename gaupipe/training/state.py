@@ -76,7 +76,10 @@ class TrainingState(Generic[Network]):
     def __post_init__(self) -> None:
         device = next(self.modules.parameters()).device
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "float16")
-        self.ema = ModelEmaV3(self.modules, decay=self.optim.ema) if self.optim.ema else None
+        self.ema: ModelEmaV3 | None = None
+        if self.optim.ema:
+            # without its warm-up a short training keeps the weights that it began with
+            self.ema = ModelEmaV3(self.modules, decay=self.optim.ema, use_warmup=True)
 
     @property
     def kept(self) -> Network:

@@ -83,6 +83,12 @@ class Update:
         first = self.batch % self.steps // accumulate * accumulate
         return min(accumulate, self.steps - first)
 
+    def _steps_made(self) -> int:
+        """Steps of the network since the first batch of all, with that of this batch."""
+        accumulate = self.state.optim.accumulate
+        epochs, batches = divmod(self.batch, self.steps)
+        return epochs * math.ceil(self.steps / accumulate) + batches // accumulate + 1
+
     def backward(self, loss: Tensor, weight: float = 1.0) -> float:
         """The backward pass of one batch's loss, the mean over its images on this rank, of that
         :attr:`~gaupipe.data.batches.Batch.weight`. Returns the number by which the loss was
@@ -144,7 +150,7 @@ class Update:
         state.scaler.update()
         state.optimizer.zero_grad()  # not before each batch: they are added up
         if state.ema:
-            state.ema.update(state.modules)
+            state.ema.update(state.modules, self._steps_made())
 
 
 def per_image_gradient(parameters: Tensor, scale: float) -> Tensor:
