@@ -170,12 +170,13 @@ def lines(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def write(predictions: Sequence[Prediction], out: Path) -> None:
-    """Writes predictions as CSV, or where the name ends in ``.json`` as JSON."""
+    """Writes predictions as CSV, or where the name ends in ``.json`` as JSON. In both a byte of a
+    file's name that is not UTF-8 becomes ``\\udce9``."""
     if out.suffix == ".json":
         text = json.dumps([as_row(prediction) for prediction in predictions], indent=2) + "\n"
     else:
         text = as_csv(predictions)
-    write_whole(out, text)
+    write_whole(out, text.encode(errors="backslashreplace"))
 
 
 def check_readable(predictions: Sequence[Prediction]) -> None:

@@ -212,6 +212,7 @@ COMMAND_LINE = [
         ("--student Belief3", f"--student Belief3 {ATTENTIONS}", "BadParameter"),
         ("--run-dir new --set 'model.student_args={num_heads: 3}'", "model.student_args num_heads"),
         ("--run-dir new --set data.train_images=99999", "data.train_images 1437"),
+        ("--run-dir caf\udce9", "UTF-8 --run-dir"),
         (
             "--student xsa --set 'model.attention_options={zz: true}'",
             "runs/tiny model.attention_options",

@@ -3,6 +3,7 @@ student may go."""
 
 import csv
 import json
+import os
 import resource
 import shlex
 import shutil
@@ -114,6 +115,30 @@ def test_another_folder_is_scored_like_the_split_it_is(photos, tmp_path, in_proc
     assert look[:4] == ["gaupipe", "view", "--model", str(model)] and look[4::2] == 5 * ["--images"]
     wrong = [row["path"] for row in scores["mistakes"] if "/cat/" not in row["path"]]
     assert {*look[5::2]} & {path.replace(str(photos / "photos/val"), str(part)) for path in wrong}
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_a_name_that_is_not_utf_8_is_written(photos, tmp_path, in_process, form):
+    folder = tmp_path / "photos"
+    shutil.copytree(photos / "photos/val/ant", folder / "ant")
+    (folder / "ant/0.png").rename(folder / os.fsdecode(b"ant/caf\xe9.png"))
+    out = tmp_path / f"out.{form}"
+    scored = ["evaluate", "--run-dir", photos / "run", "--data", folder, "--out", out]
+    for command in (["predict", photos / "run", folder, "--out", out], scored):
+        assert in_process(*command)[0] == 0
+        assert r"/ant/caf\udce9.png" in out.read_text()
+        out.unlink()
+
+
+def test_a_class_whose_name_is_not_utf_8_is_known_again(photos, tmp_path, in_process):
+    images = tmp_path / "photos/train"
+    shutil.copytree(photos / "photos/val/ant", images / os.fsdecode(b"caf\xe9"))
+    shutil.copytree(photos / "photos/val/bee", images / "bee")
+    changes = sets("train.epochs=1", "threads=1")
+    run = tmp_path / "run"
+    assert in_process("train", "--data", tmp_path / "photos", "--run-dir", run, *changes)[0] == 0
+    scores = json.loads(in_process("evaluate", "--run-dir", run, "--data", images, "--json")[1])
+    assert [row["class"] for row in scores["classes"]] == ["bee", r"caf\xe9"]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,16 +23,11 @@ from gaupipe.data.sources import open_sources
 from gaupipe.data.unlabelled import JoinedImages, open_unlabelled, without_copies
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_whole
+from gaupipe.system.files import utf8, write_whole
 
 APART = 1 << 62
 """Is added to the ids of images without labels before anything is drawn by them, so that they get
 other views than training images, whose number plays no part."""
-
-
-def utf8(name: str) -> str:
-    """A file's name, in which bytes that are not UTF-8 become ``\\xe9``."""
-    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 @dataclass

@@ -85,6 +85,11 @@ def from_here(path: str | Path) -> str:
     return str(path) if inside.startswith(os.pardir) else inside
 
 
+def utf8(name: str) -> str:
+    """A file's name, in which bytes that are not UTF-8 become ``\\xe9``."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
 def partial_prefix(path: Path) -> str:
     """The beginning of the names that a killed process may leave behind for a file or folder."""
     return f".{path.name[:100]}.partial-"

@@ -24,7 +24,7 @@ from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import check_file
+from gaupipe.system.files import check_file, utf8
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.teachers.vit import VitJob
 from gaupipe.training.scores import Metrics, classification_metrics, predictions
@@ -153,7 +153,8 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
     names = class_names(model, model.num_classes)
     settings = student.settings.data.model_copy(update={"image_size": size})
     source = images_with_labels(str(folder), settings)
-    unknown = sorted({*source.class_names} - {*names})
+    classes = [utf8(name) for name in source.class_names]  # as the student has them
+    unknown = sorted({*classes} - {*names})
     if unknown:
         known = ", ".join(names[:10])
         if len(names) > 10:
@@ -161,7 +162,7 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
         raise UserError(
             f"--data {folder}: the student has no class {unknown[0]!r}; its classes are {known}"
         )
-    numbers = np.array([names.index(name) for name in source.class_names])
+    numbers = np.array([names.index(name) for name in classes])
     source.labels = numbers[source.labels]
     source.class_names = tuple(names)
     images = Split(source, np.arange(len(source)))

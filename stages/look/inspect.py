@@ -17,9 +17,8 @@ from torch import Tensor
 import store
 from gaupipe.data.folder import say_once
 from gaupipe.data.images import FileImages
-from gaupipe.data.splits import utf8
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import check_file
+from gaupipe.system.files import check_file, utf8
 from gaupipe.teachers.notes import StoreNotes
 from stages.look import picture
 from stages.look.colours import colours

@@ -12,8 +12,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from gaupipe import __version__
 from gaupipe.attention import ATTENTION
 from gaupipe.attention.options import count_parameters
-from gaupipe.data.splits import ImageData, utf8
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
+from gaupipe.system.files import utf8
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics, total_seconds
 from gaupipe.vit.fine_tuning import fine_tunes
 from gaupipe.vit.saving import STOCK_ARCHITECTURE

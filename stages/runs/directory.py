@@ -25,7 +25,7 @@ from gaupipe.settings.load import (
 from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import partial_prefix, write_whole
+from gaupipe.system.files import partial_prefix, utf8, write_whole
 from gaupipe.system.terminal import fitted
 from stages.runs.locks import T, locked
 
@@ -198,9 +198,15 @@ class RunDirectory:
             self.check_place()
 
     def check_place(self) -> None:
-        """Raises UserError for a folder or file that is there and is no run."""
+        """Raises UserError for a folder or file that is there and is no run, and for a name that
+        safetensors cannot open."""
         if self.config.is_file():
             return
+        if utf8(str(self.path)) != str(self.path):
+            raise UserError(
+                f"{self.path}: is not UTF-8, and students there could not be read again: choose "
+                "another --run-dir"
+            )
         if self.path.is_file() or (
             self.path.is_dir()
             and not all(

@@ -21,8 +21,9 @@ from PIL import Image
 import store
 from gaupipe.data.decoding import check, refusing
 from gaupipe.data.images import FileImages
-from gaupipe.data.splits import ImageData, utf8
+from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import utf8
 from gaupipe.teachers.notes import Drawing
 from gaupipe.vit.heads import reads_class_token
 from stages.look.colours import colours
@@ -169,7 +170,7 @@ class Viewer:
             Reading(gallery.done, gallery.images, gallery.reading, gallery.error),
             Pixels(self._data is not None, self.data_error),
             self.sizes(),
-            list(self._data.train.source.class_names) if self._data else [],
+            self._data.class_names if self._data else [],
         )
 
     def gallery(self, split: str, name: str) -> Gallery:
