@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -130,22 +131,23 @@ def test_what_the_server_answers(written):
             ("api/image/3?view=1", 404, "0 to 0"),
             ("api/image/3?view=x", 404, "whole number"),
             (f"api/image/{MANY}", 404, "whole number"),
-            (f"api/pixels/x/{MANY}", 404, "whole number"),
+            (f"api/pixels/{MANY}", 404, "whole number"),
             (f"api/gallery?page={MANY}", 404, "whole number"),
             ("api/gallery?order=x", 404, "should be one of"),
             ("api/image/3?student=standard", 404, "not one of none"),
             ("api/relevance/3?class=x", 404, "whole number"),
-            ("api/pixels/x/3", 404, "still being read"),
+            ("api/pixels/3", 404, "still being read"),
         ):
             answer = get(f"{address}/{path}")
             assert answer[0] == code and message in json.loads(answer[1])["error"], path
+        assert get(f"{address}/api/gallery?label=1")[0] == 200  # which is called class
         assert get(f"{address}/..%2fapp.py")[0] == 404
         assert get(f"{address}/api/image/x")[0] == 404
 
 
 def test_splits_that_there_are_not_are_refused(small_run):
     with serving(open_viewer(None, small_run)) as address:
-        for path in ("status", "gallery", "image/0", "relevance/0", "pixels/x/0"):
+        for path in ("status", "gallery", "image/0", "relevance/0", "pixels/0"):
             for split in ("nope", "test"):
                 answer = get(f"{address}/api/{path}?split={split}&student=standard")
                 assert answer[0] == 404 and split in json.loads(answer[1])["error"], path
@@ -159,22 +161,41 @@ def test_another_host_is_refused(written):
         assert get(f"{address}/api/about", Host="localhost:9000")[0] == 200  # a forwarded port
 
 
-def test_it_ends_with_ctrl_c(written, in_process):
+def test_who_does_not_know_the_token_learns_nothing(written):
+    """Neither what is there, nor the token from an answer to those who know it."""
+    viewer = open_viewer(str(written[0]), None)
+    with serving(viewer) as address:
+        local, _, token = address.rpartition("/")
+        refused = set()
+        for path in ("", "api/about", "main.js", "api/pixels/0", "absent", f"{token[:-1]}/", "x/"):
+            code, content, _ = get(f"{local}/{path}")
+            refused.add((code, content))
+        code, content, _ = get(f"{local}/api/images?name={__file__}", data=b"")
+        [(code, content)] = refused | {(code, content)}
+        assert code == 404 and b"Open the link" in content
+        for path in ("", "main.js", "api/about", "api/status", "api/gallery", "api/image/0"):
+            code, content, headers = get(f"{address}/{path}")
+            assert code == 200 and token.encode() not in content and token not in str(headers)
+
+
+def test_it_ends_with_ctrl_c(written, in_process, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     seen = {}
+    monkeypatch.setattr(secrets, "token_hex", lambda length: "0" * length)
 
     def look_and_interrupt() -> None:
         while not seen:
             with contextlib.suppress(urllib.error.URLError):
-                seen.update(json.loads(get(f"http://127.0.0.1:{port}/api/about")[1]))
+                about = get(f"http://127.0.0.1:{port}/{'0' * 16}/api/about")[1]
+                seen.update(json.loads(about))
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=look_and_interrupt).start()
     code, out, err = in_process("view", written[0], "--no-open", "--port", port)
     assert (code, err) == (0, "") and seen["kind"] == "gaussian"
-    assert out.startswith(f"http://127.0.0.1:{port}/ ")
+    assert out.startswith(f"http://127.0.0.1:{port}/{'0' * 16}/ ")
 
 
 def test_a_port_in_use_is_one_line(written, in_process):
@@ -198,8 +219,7 @@ def test_a_page_of_no_named_image_shows_the_first(small_run, in_process, tmp_pat
     pages = [tmp_path / "none.html", tmp_path / "first.html"]
     assert in_process("view", "--run-dir", small_run, "--html", pages[0])[0] == 0
     assert in_process("view", "--run-dir", small_run, "--html", pages[1], "--image", 0)[0] == 0
-    shown = [re.sub('"token": "[0-9a-f]+"', "", page.read_text()) for page in pages]
-    assert shown[0] == shown[1]
+    assert pages[0].read_text() == pages[1].read_text()
 
 
 @pytest.mark.parametrize("command", [("view", "--html", "o.html"), ("inspect", "--png", "o.png")])

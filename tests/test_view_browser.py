@@ -85,9 +85,9 @@ def stored_map(url: str | Path, image: int, layer: int) -> torch.Tensor:
 
 
 ALL_ROWS = """async () => {
-  const { unpack } = await import("/source.js");
-  const { Maps } = await import("/maps.js");
-  const { header, arrays } = unpack(await (await fetch("/api/image/0")).arrayBuffer());
+  const { unpack } = await import("./source.js");
+  const { Maps } = await import("./maps.js");
+  const { header, arrays } = unpack(await (await fetch("api/image/0")).arrayBuffer());
   const maps = new Maps(header, arrays);
   const rows = [];
   for (let layer = 0; layer < maps.layers; layer++) {

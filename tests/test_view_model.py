@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import re
 
 import numpy as np
 import pytest
@@ -162,6 +163,16 @@ def test_a_page_without_a_server_holds_the_maps(viewer, tmp_path):
     page_image = embedded["images"]["1"]["maps"][viewer.title][0]
     assert base64.b64decode(page_image) == viewer.image(1)
     assert embedded["images"]["0"]["pixels"][0]
+
+
+def test_a_page_to_send_has_no_path_of_the_machine(model, pictures, tmp_path, in_process):
+    page = ("--html", tmp_path / "page.html")
+    assert in_process("view", "--model", model, "--images", pictures, *page)[0] == 0
+    text = (tmp_path / "page.html").read_text()
+    (message,) = re.findall(r'"maps": {"[^"]+": \["([^"]+)"', text)
+    header, _ = unpacked(base64.b64decode(message), "maps")
+    assert header["title"] == "a.png"
+    assert str(pictures.parent) not in text + json.dumps(header)
 
 
 @pytest.mark.parametrize("kind", ["dense", "topk"])

@@ -1,10 +1,13 @@
 """`gaupipe view` over photos: the photo as it is, photos that are added, names of classes, numbers
 of heads, and `gaupipe.show`."""
 
+import contextlib
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from io import BytesIO
 
 import numpy as np
@@ -21,6 +24,7 @@ from gaupipe.teachers.files import open_model
 from gaupipe.vit.saving import class_names
 from stages.look.colours import colours
 from stages.look.measures import numbers, with_mean_and_rollout
+from stages.view import app
 from stages.view.messages import Start
 from stages.view.notebook import as_files
 from stages.view.serve import model_viewer, open_viewer
@@ -84,7 +88,7 @@ def test_the_photo_has_all_its_pixels_and_its_name(viewer):
     )
     with serving(viewer) as address:
         for side, size in ((1600, (300, 160)), (100, (100, 53))):
-            code, content, headers = get(f"{address}/api/pixels/x/1?side={side}")
+            code, content, headers = get(f"{address}/api/pixels/1?side={side}")
             assert code == 200 and headers["content-type"] == "image/jpeg"
             path = viewer.data.train.path(1)
             with Image.open(BytesIO(content)) as shown, Image.open(path) as file:
@@ -93,9 +97,10 @@ def test_the_photo_has_all_its_pixels_and_its_name(viewer):
                 assert np.abs(np.asarray(shown, float) - expected).mean() < 3
 
 
-def post(address: str, token: str, name: str, content: bytes = b"") -> tuple[int, dict]:
+def post(address: str, name: str, content: bytes | Iterator[bytes] = b"") -> tuple[int, dict]:
+    """An iterator is sent in pieces, without the length of all."""
     url = f"{address}/api/images?{urllib.parse.urlencode({'name': name})}"
-    request = urllib.request.Request(url, content, {"X-Token": token}, method="POST")
+    request = urllib.request.Request(url, content, method="POST")
     try:
         with urllib.request.urlopen(request) as answer:
             return answer.status, json.loads(answer.read())
@@ -108,16 +113,22 @@ def test_photos_are_added_while_it_runs(viewer, folder, tmp_path):
     content = (tmp_path / "new.png").read_bytes()
     before = unpacked(viewer.image(0), "maps")[1]
     with serving(viewer) as address:
-        assert post(address, viewer.token, "wide.png") == (200, {"image": 1})
-        assert post(address, viewer.token, str(folder / "photos" / "high.png"))[1]["image"] == 0
-        assert post(address, viewer.token, str(tmp_path / "new.png")) == (200, {"image": 2})
-        assert post(address, viewer.token, "../dropped.png", content) == (200, {"image": 3})
-        for token, name, body, message in (
-            ("0" * 12, "wide.png", b"", "only the page itself"),
-            (viewer.token, "wide.jpg", b"", "neither the name of an image here, nor the path"),
-            (viewer.token, "text.png", b"no image", "not readable"),
+        assert post(address, "wide.png") == (200, {"image": 1})
+        assert post(address, str(folder / "photos" / "high.png"))[1]["image"] == 0
+        assert post(address, str(tmp_path / "new.png")) == (200, {"image": 2})
+        assert post(address, "../dropped.png", iter([content])) == (200, {"image": 3})
+        no_file = "neither the name of an image here, nor the path"
+        for name, body, message in (
+            ("wide.jpg", b"", no_file),
+            ("a" * 300, b"", no_file),
+            ("~nosuchuser/x.png", b"", no_file),
+            ("\0", b"", no_file),
+            ("text.png", b"no image", "not readable"),
+            ("..", content, "cannot be kept"),
+            ("\0", content, "cannot be kept"),
+            ("a" * 300, content, "cannot be kept"),
         ):
-            code, answer = post(address, token, name, body)
+            code, answer = post(address, name, body)
             assert code == 404 and message in answer["error"]
         items = json.loads(get(f"{address}/api/gallery")[1])["items"]
     names = ["high.png", "wide.png", "new.png", "dropped.png"]
@@ -126,6 +137,33 @@ def test_photos_are_added_while_it_runs(viewer, folder, tmp_path):
     first, second = (unpacked(viewer.image(image), "maps")[1] for image in (2, 3))
     np.testing.assert_array_equal(first, second)
     assert not np.array_equal(first, before)
+
+
+def test_a_body_of_no_length_is_not_read_beyond_the_limit(viewer, monkeypatch):
+    monkeypatch.setattr(app, "MOST_BYTES", 1000)
+    sent = []
+
+    def without_end() -> Iterator[bytes]:
+        while len(sent) < 1000:
+            sent.append(None)
+            yield bytes(100_000)
+
+    with serving(viewer) as address, contextlib.suppress(urllib.error.URLError):
+        code, answer = post(address, "zeros.png", without_end())
+        assert code == 404 and "at most 1000 bytes" in answer["error"]
+    assert len(sent) < 500
+
+
+def test_an_image_whose_name_is_not_utf_8_is_shown(viewer, tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.png")
+    ramps(50, 60).save(path)
+    viewer.add(path)
+    path.write_bytes(b"no image")
+    viewer.data.train.source.class_names = (os.fsdecode(b"ch\xe8vre"),)
+    with serving(viewer) as address:
+        assert json.loads(get(f"{address}/api/status")[1])["class_names"] == [r"ch\xe8vre"]
+        code, content, _ = get(f"{address}/api/pixels/2")
+        assert code == 404 and "not readable" in json.loads(content)["error"]
 
 
 def test_images_of_a_run_cannot_be_added_to(small_run, tmp_path):
@@ -206,7 +244,7 @@ def test_the_page_paints_with_the_colours_of_inspect(viewer, browser):
         page.open("image=1&head=0&query=5")
         painted = page.page.evaluate(
             """async () => {
-              const { paint } = await import("/draw.js");
+              const { paint } = await import("./draw.js");
               const canvas = document.createElement("canvas");
               paint(canvas, [0, 0.25, 1], [1, 3], [0, 1], 1);
               return [...canvas.getContext("2d").getImageData(0, 0, 3, 1).data];
@@ -230,7 +268,7 @@ def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, br
             page.page.wait_for_selector(f"h2:has-text('{title}')")
         page.page.evaluate(
             """async () => {
-              const blob = await (await fetch("/api/pixels/x/1")).blob();
+              const blob = await (await fetch("api/pixels/1")).blob();
               const data = new DataTransfer();
               data.items.add(new File([blob], "dropped.jpg"));
               window.dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));

@@ -17,23 +17,23 @@ from stages.view.app import make_app
 
 @contextlib.contextmanager
 def serving(viewer, port=0):
-    """Answers on a thread: the address, without a slash at its end."""
+    """Answers on a thread: the address with the token, without a slash at its end."""
     listening = socket.create_server(("127.0.0.1", port))
     config = uvicorn.Config(make_app(viewer), log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/{viewer.token}"
     finally:
         server.should_exit = True
         thread.join()
 
 
-def get(url: str, **headers: str) -> tuple[int, bytes, dict]:
-    """The status, content and headers of an answer."""
+def get(url: str, data: bytes | None = None, **headers: str) -> tuple[int, bytes, dict]:
+    """The status, content and headers of an answer; with ``data`` they are posted."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
             return answer.status, answer.read(), dict(answer.headers)
     except urllib.error.HTTPError as error:
         return error.code, error.read(), dict(error.headers)

@@ -3,6 +3,7 @@ files."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -64,11 +65,12 @@ def asked(request: Request) -> SimpleNamespace:
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise UserError(f"{name} {text[:20]!r}: should be a whole number")
         numbers[name] = int(text)
-    return SimpleNamespace(**query | numbers, label=numbers.get("class"))
+    return SimpleNamespace(**query | numbers | {"label": numbers.get("class")})
 
 
 def make_app(viewer: Viewer) -> Starlette:
-    """The pages of one viewer. Answers are computed on threads, as they read files."""
+    """The pages of one viewer, below its token: other users of this machine, who do not know it,
+    get one answer whatever they ask for. Answers are computed on threads, as they read files."""
 
     answers: dict[str, Answer] = {
         "/api/about": lambda a: asdict(viewer.about()),
@@ -77,33 +79,31 @@ def make_app(viewer: Viewer) -> Starlette:
             a.split, a.student, a.order, a.label, a.page
         ).to_json(),
         "/api/image/{image}": lambda a: viewer.image(a.image, a.view, a.split, a.student),
-        "/api/pixels/{token}/{image}": lambda a: viewer.pixels(
-            a.image, a.view, a.split, max(a.side, 1)
-        ),
+        "/api/pixels/{image}": lambda a: viewer.pixels(a.image, a.view, a.split, max(a.side, 1)),
         "/api/relevance/{image}": lambda a: viewer.relevance(
             a.student, a.image, a.label, a.view, a.split
         ),
     }
 
     async def add(request: Request) -> Response:
-        """Adds the image that is the body, or whose name or path is asked for. Only the page knows
-        the token, and no page of another site may send it."""
-        if request.headers.get("x-token") != viewer.token:
-            raise UserError("only the page itself may add images")
-        if int(request.headers.get("content-length", 0)) > MOST_BYTES:
-            raise UserError(f"images have at most {MOST_BYTES} bytes")
+        """Adds the image that is the body, or whose name or path is asked for."""
+        content = bytearray()
+        async for part in request.stream():  # which need not say how long it is
+            content += part
+            if len(content) > MOST_BYTES:
+                raise UserError(f"images have at most {MOST_BYTES} bytes")
         name = request.query_params.get("name", "")
-        content = await request.body()
         if content:
-            image = await run_in_threadpool(viewer.drop, name, content)
+            image = await run_in_threadpool(viewer.drop, name, bytes(content))
         else:
             image = await run_in_threadpool(viewer.find, name)
-        return JSONResponse({"image": image})
+        return as_json({"image": image})
 
     routes = [Route(path, partial(respond, answer)) for path, answer in answers.items()]
     routes.append(Route("/api/images", add, methods=["POST"]))
+    page = Mount("/", StaticFiles(directory=Path(STATIC), html=True))
     return Starlette(
-        routes=[*routes, Mount("/", StaticFiles(directory=Path(STATIC), html=True))],
+        routes=[Mount(f"/{viewer.token}", routes=[*routes, page])],
         middleware=[
             Middleware(BaseHTTPMiddleware, dispatch=with_headers),
             Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
@@ -112,6 +112,7 @@ def make_app(viewer: Viewer) -> Starlette:
             UserError: refused(404),
             StoreError: refused(500),
             OSError: refused(500),
+            404: not_found,
         },
     )
 
@@ -123,13 +124,22 @@ def respond(answer: Answer, request: Request) -> Response:
     if isinstance(content, tuple):
         keep = {"Cache-Control": "private, max-age=3600"}  # the address names the server
         return Response(content[0], 200, keep, content[1])
-    return JSONResponse(content)
+    return as_json(content)
+
+
+def as_json(content: Any, code: int = 200) -> Response:
+    """JSON in ASCII: the name of a file need not be UTF-8."""
+    return Response(json.dumps(content), code, media_type="application/json")
+
+
+async def not_found(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("Not found. Open the link that 'gaupipe view' printed.\n", 404)
 
 
 def refused(code: int) -> Any:
     """Answers an error with its one line."""
 
     def answer(request: Request, error: Exception) -> Response:
-        return JSONResponse({"error": " ".join(str(error).split())}, code)
+        return as_json({"error": " ".join(str(error).split())}, code)
 
     return answer

@@ -26,8 +26,6 @@ class About:
     title: str
     colours: str
     """Of 0 to the largest weight, four bytes each, in hexadecimal digits."""
-    token: str
-    """The page sends it with an image that it adds."""
     stored: bool
     """Whether there is a store."""
     kind: str

@@ -20,7 +20,7 @@ from gaupipe.teachers.files import FilesJob, images_of, open_model
 from stages.look.image_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
 from stages.view.page import write_page
-from stages.view.viewer import Load, Viewer
+from stages.view.viewer import Load, Viewer, ending
 
 HOST = "127.0.0.1"
 PORT = 8642
@@ -92,7 +92,7 @@ def model_viewer(job: FilesJob, note: str = "") -> Viewer:
     def extend(files: list[Path]) -> ImageData:
         return images_of(job.images, job.data.num_classes, files=files)
 
-    name = job.teacher.name
+    name = ending(job.teacher.name)
     models: dict[str, Load] = {name: lambda _: LiveMaps(name, job.teacher.model, job.data)}
     return Viewer(name, models, data=job.data, note=note, extend=extend)
 
@@ -165,7 +165,7 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
         ) from None
     listening = bound(port)
     viewer.command = shlex.join(["gaupipe", *sys.argv[1:]])
-    address = f"http://{HOST}:{listening.getsockname()[1]}/"
+    address = f"http://{HOST}:{listening.getsockname()[1]}/{viewer.token}/"
     if start:
         address += "#" + "&".join(f"{name}={value}" for name, value in start.items())
     server = uvicorn.Server(

@@ -6,6 +6,7 @@ Axis letters: L blocks, H heads, T patches, P class and register tokens.
 from __future__ import annotations
 
 import io
+import os
 import secrets
 import tempfile
 import threading
@@ -22,7 +23,7 @@ import store
 from gaupipe.data.decoding import check, refusing
 from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import utf8
 from gaupipe.teachers.notes import Drawing
 from gaupipe.vit.heads import reads_class_token
@@ -43,6 +44,11 @@ SMALL = 256
 QUALITY = 88
 Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
+
+
+def ending(path: str) -> str:
+    """The last two names of a path or URL: pages are sent to others."""
+    return "/".join([name for name in path.split("/") if name][-2:])
 
 
 class Viewer:
@@ -70,10 +76,10 @@ class Viewer:
         note: str = "",
         extend: Callable[[list[Path]], ImageData] | None = None,
     ) -> None:
-        self.title = title
+        self.title = ending(title)
         self.note = note
         self.command = ""
-        self.token = secrets.token_hex(6)
+        self.token = secrets.token_hex(16)
 
         self.models = models
         self.students = list(students)
@@ -121,7 +127,6 @@ class Viewer:
         return About(
             title=self.title,
             colours=colours().tobytes().hex(),
-            token=self.token,
             stored=schema is not None,
             kind=schema.kind if schema else "computed now",
             k=schema.k if schema else None,
@@ -256,7 +261,7 @@ class Viewer:
         if seen.gaussians is not None:
             arrays["gaussians"] = seen.gaussians.float()
         header = {
-            "name": seen.by,
+            "name": ending(seen.by),
             "title": self.title_of(image, split),
             "label": seen.label,
             **asdict(seen.prediction(MOST_LIKELY)),
@@ -306,10 +311,10 @@ class Viewer:
         for image in range(len(self.data.train)):
             if text in (self.title_of(image, "train"), self.data.train.path(image)):
                 return image
-        path = Path(text).expanduser()
-        if not path.is_file():
+        path = os.path.expanduser(text)
+        if not os.path.isfile(path):  # which says so of what can be no path, too
             raise UserError(f"{text}: neither the name of an image here, nor the path of a file")
-        return self.add(path)
+        return self.add(Path(path))
 
     def drop(self, name: str, content: bytes) -> int:
         """Adds an image file, which lives as long as the server does, and returns its number."""
@@ -318,7 +323,10 @@ class Viewer:
         folder = Path(self._dropped.name) / secrets.token_hex(4)
         folder.mkdir()
         path = folder / (Path(name).name or "image")
-        path.write_bytes(content)
+        try:
+            path.write_bytes(content)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the image cannot be kept ({one_line(error)})") from None
         return self.add(path)
 
     def add(self, path: Path) -> int:

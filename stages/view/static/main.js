@@ -1,6 +1,6 @@
 // The page: one state, what it needs, and the parts that show it.
 
-import { $, count, ending, make } from "./dom.js";
+import { $, count, make } from "./dom.js";
 import { Maps } from "./maps.js";
 import { DEFAULTS, fitState, formatState, middle, parseState, parsed } from "./state.js";
 import { openSource } from "./source.js";
@@ -218,7 +218,8 @@ function fail(error) {
     const again = make("button", {}, "Try again");
     const still = () => again.animate({ opacity: [0.3, 1] }, 400);
     again.addEventListener("click", () => source.about().then(() => location.reload(), still));
-    say(`${error.message} Start it again: `, make("code", {}, app.about?.command ?? "gaupipe view"), again);
+    const command = make("code", {}, app.about?.command ?? "gaupipe view");
+    say(`${error.message} Start it again, and open the link that it prints: `, command, again);
     return;
   }
   $("error").hidden = !error;
@@ -238,7 +239,7 @@ function render() {
   const { header } = own;
   const shape = `${maps.layers} blocks × ${maps.heads} heads, ${maps.grid.join(" × ")} patches`;
   const kind = about.k ? `${about.kind}, k = ${about.k}` : about.kind;
-  $("about").textContent = [ending(about.title), kind, shape].join(" · ");
+  $("about").textContent = [about.title, kind, shape].join(" · ");
   $("view-choice").hidden = about.views === 1 || state.split !== "train";
   $("no-teacher").hidden = !header.no_teacher;
   $("no-teacher").textContent = `No teacher beside ${header.name}: ${header.no_teacher}.`;
@@ -282,7 +283,7 @@ function fillExplained() {
 function renderMaps() {
   const { state, maps, own, compared, picture, hovered } = app;
   const query = hovered ?? state.query;
-  const panes = [{ name: ending(own.header.name), maps: own, picture }];
+  const panes = [{ name: own.header.name, maps: own, picture }];
   if (compared) panes.unshift({ name: "teacher", maps: compared, picture });
   stage.render(panes, query);
   grid.render(maps, query);

@@ -51,10 +51,8 @@ class Server {
     return message;
   }
 
-  async about() {
-    const about = await this.json("api/about");
-    this.token = about.token;
-    return about;
+  about() {
+    return this.json("api/about");
   }
 
   status(state) {
@@ -76,13 +74,12 @@ class Server {
   }
 
   pixels({ image, view, split }, side = 1600) {
-    return `api/pixels/${this.token}/${image}?${asked({ view, split, side }, "view", "split", "side")}`;
+    return `api/pixels/${image}?${asked({ view, split, side }, "view", "split", "side")}`;
   }
 
   /** The number of an image that is added: a file, or the name or path of one. */
   async add(name, file) {
-    const options = { method: "POST", headers: { "X-Token": this.token }, body: file };
-    const answer = await this.ask(`api/images?${new URLSearchParams({ name })}`, options);
+    const answer = await this.ask(`api/images?${new URLSearchParams({ name })}`, { method: "POST", body: file });
     return (await answer.json()).image;
   }
 }
