@@ -231,8 +231,11 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
 
 def _class_in(archive: Path, name: str, content: bytes) -> str:
     label = content.decode(errors="replace").strip()
-    if not label or not label.isprintable():
-        raise UserError(f"{archive}: {name} should hold one class, as text in one line")
+    is_list = label.startswith(("[", "{"))
+    if label in ("", "-1") or is_list or not label.isprintable():
+        raise UserError(
+            f"{archive}: {name} should hold one class, as text in one line, not {label[:20]!r}"
+        )
     return label
 
 
