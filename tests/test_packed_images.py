@@ -341,6 +341,11 @@ def with_masks(folder, tmp_path):
     return archive(tmp_path / "x.tar", ("1.png", image), ("1.seg.png", image), ("1.cls", b"0"))
 
 
+def masks_in_classes(folder, tmp_path):
+    shutil.copy(folder / "train" / "cat" / "1.png", folder / "train" / "cat" / "0_mask.png")
+    return tar(tmp_path / "x.tar", folder / "train")
+
+
 def labelled_in_json(folder, tmp_path):
     [first, *_] = sorted((folder / "train").rglob("*.png"))
     (tmp_path / "mine").mkdir()
@@ -407,7 +412,8 @@ BAD = {
     "9.png has no class": flat,
     "x.tar: several files .cls have the name 2024-01-05 10 up to the first dot": named_by_time,
     "x.tar: several images have the name 1 up to the first dot": with_masks,
-    "0.tar: 1.json may say which class an image is of": labelled_in_json,
+    "0.tar: 1.png may have its class in another file beside it": labelled_in_json,
+    "cat/0_mask.png looks like a mask of the image of that name, as 1 of 25": masks_in_classes,
     "1.tar: 1/1.png has no class": labelled_in_one_of_two,
     "x.tar: train/1.png has no class": in_a_split_alone,
     "x.tar: stray.png has no class": beside_the_classes,

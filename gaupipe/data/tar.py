@@ -24,6 +24,7 @@ from gaupipe.data.folder import (
     split_of,
 )
 from gaupipe.data.images import stamp_of
+from gaupipe.data.masks import check_no_masks
 from gaupipe.data.packed import Images
 from gaupipe.system.errors import UserError
 
@@ -160,6 +161,7 @@ def _check_classes(root: Path, names: Sequence[str]) -> None:
     for name in names:
         classes.setdefault(name.split("/")[0], []).append(name)
     check_levels(root, classes)
+    check_no_masks(root, names)
     for name in classes:
         if name.lower() in WITHOUT_LABELS:
             raise UserError(
@@ -193,20 +195,16 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
     path = archive.path
     images: list[tuple[str, int, int]] = []
     labels: dict[str, str] = {}
-    about_image = ""  # a file that is neither and belongs to an image
-    last = ""
+    described: set[str] = set()
     for name, offset, size in _with_links(path):
         if name.lower().endswith(".cls"):
             if _key(name) in labels:
                 raise _doubtful(path, name, "files .cls")
             labels[_key(name)] = _class_in(path, name, read_part(path, offset, size))
-        else:
-            if is_image(name):
-                images.append((name, offset, size))
-            # the files of a sample follow each other
-            if _key(name) == _key(last) and is_image(name) != is_image(last):
-                about_image = last if is_image(name) else name
-            last = name
+        elif is_image(name):
+            images.append((name, offset, size))
+        elif "/" not in name:
+            described.add(_key(name))
     seen: set[str] = set()
     all_flat = not any("/" in name for name, _, _ in images)
     for name, offset, size in images:
@@ -216,9 +214,9 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
             if _key(name) in seen:
                 raise _doubtful(path, name, "images")
             seen.add(_key(name))
-        if flat and not labels and about_image:
+        if flat and not labels and _key(name) in described:
             raise UserError(
-                f"{path}: {about_image} may say which class an image is of, and only files .cls "
+                f"{path}: {name} may have its class in another file beside it, and only files .cls "
                 "are read: write such files, or put the images into folders CLASS/"
             )
         folder = ""
