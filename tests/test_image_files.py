@@ -214,9 +214,108 @@ def test_what_is_no_image_is_left_out_and_said_once(root, capfd):
     assert len(load(root).train.source) == 20
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"data.root {train}: left out 6 files that are no images, such as {cat}/")
+    images = f"images in no class folder: 1, such as {train}/stray.bmp"
+    assert err.startswith(
+        f"data.root {train}: left out {images}; files that are no images: 5, such"
+    )
     load(root)
     assert capfd.readouterr() == ("", "")
+
+
+def test_all_reasons_are_given_at_once(root, capfd):
+    """Before a folder is refused, too."""
+    train = root / "train"
+    for name in ("cat/1.HEIC", "cat/2.heif", "fox/3.heic", "gnu/notes.txt"):
+        (train / name).parent.mkdir(exist_ok=True)
+        (train / name).write_bytes(b"ftypheic")
+    for number in range(4):
+        (train / "cat" / f"{number}.bmp").rename(train / f"{number}.bmp")
+    message = refused(root)
+    assert f"the class folder {train}/fox holds no image" in message
+    assert "and 1 others do not either (gnu)" in message
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "images in no class folder: 4, such as" in err
+    assert "HEIC photos, which have to be converted, to JPEG for example: 3, such as" in err
+    assert "files that are no images: 1, such as" in err
+
+
+def test_folders_of_other_programs_hold_no_images_and_are_no_classes(root):
+    """What macOS and network drives leave behind, inside of classes too."""
+    expected = load(root).sha256
+    for place in (root / "__MACOSX" / "train", root / "train" / "@eaDir"):
+        shutil.copytree(root / "train" / "cat", place)
+    shutil.copytree(root / "train" / "dog", root / "train" / "cat" / "@eaDir" / "0.bmp")
+    assert load(root).sha256 == expected
+    assert load(root / "train").train.source.class_names == ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    "mask", ["0_mask.png", "0_mask_1.bmp", "0-Segmentation.png", "0.masks.gif"]
+)
+def test_masks_beside_images_are_refused(root, mask):
+    (root / "train" / "cat" / "face_mask.png").write_bytes(
+        (root / "train" / "cat" / "1.bmp").read_bytes()
+    )
+    assert load(root)  # of no image beside it
+    shutil.copy(root / "train" / "cat" / "1.bmp", root / "train" / "cat" / mask)
+    message = refused(root)
+    assert "holds masks beside images, 1 of 22 files, such as cat/0" in message
+
+
+@pytest.mark.parametrize("inside", ["train", "."])
+def test_a_folder_around_the_data_set_is_refused(root, inside, tmp_path):
+    """As a repository's root, with a picture elsewhere in it."""
+    around = tmp_path / "repository"
+    shutil.copytree(root / inside, around / "data")
+    shutil.copytree(root / "val" / "cat", around / "docs" / "figures")
+    message = refused(around)
+    assert "data no images but the folders " in message and f"name {around / 'data'};" in message
+
+
+# copies
+
+
+def test_copies_of_training_images_are_counted_and_can_be_left_out(root, capfd):
+    for split, count in (("val", 2), ("test", 3)):
+        for number in range(count):
+            (root / split / "dog").mkdir(parents=True, exist_ok=True)
+            copied = root / "train" / "dog" / f"{number}.bmp"
+            shutil.copy(copied, root / split / "dog" / f"copy{number}.bmp")
+    data = load(root)
+    assert data.test_sha256
+    err = capfd.readouterr().err
+    assert "2 of 6 validation images are copies of training images" in err
+    assert "3 of 3 test images are copies of training images" in err
+    without = load(root, leave_out_copies=True)
+    assert without.test_sha256
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "copies of validation or test images: 3 of 20" in err
+    expected = {f"cat/{number}.bmp" for number in range(10)}
+    expected |= {f"dog/{number}.bmp" for number in range(3, 10)}
+    assert {*without.train.names()} == expected
+    assert (without.val_sha256, without.test_sha256) == (data.val_sha256, data.test_sha256)
+    for path in (root / "train" / "cat").iterdir():
+        shutil.copy(path, root / "val" / "cat" / f"copy{path.name}")
+    message = refused(root, leave_out_copies=True)
+    assert "training images of the class cat are copies" in message
+
+
+def contents(split) -> list[bytes]:
+    return [split.source.open(position).read() for position in split.positions]
+
+
+def test_copies_among_the_images_of_one_folder_are_counted(root, capfd):
+    """Of which a part is held out."""
+    shutil.rmtree(root / "val")
+    cat = root / "train" / "cat"
+    for number in range(10):
+        shutil.copy(cat / f"{number}.bmp", cat / f"x{number}.bmp")
+    data = load(root)
+    count = sum(content in contents(data.train) for content in contents(data.val))
+    assert count and f"{count} of 6 validation images are copies" in capfd.readouterr().err
+    without = load(root, leave_out_copies=True)
+    assert without.val.names() == data.val.names()
+    assert not {*contents(without.train)} & {*contents(without.val)}
 
 
 def test_folders_in_a_class_belong_to_it_and_a_folder_linked_twice_counts_once(root):

@@ -224,6 +224,65 @@ def test_images_without_names_and_a_part_without_labels(folder, tmp_path, capsys
     assert len({*data.train.source.names}) == 24
 
 
+def test_files_of_one_name_in_a_metadata_file(folder, tmp_path):
+    """Whose folders are no classes."""
+    lines = ["file_name,label"]
+    for place in ("first", "second"):
+        shutil.copytree(folder / "train", tmp_path / "mine" / "train" / place)
+        for name in ("cat", "dog"):
+            lines += [f"{place}/{name}/{number}.png,{name}" for number in range(12)]
+    (tmp_path / "mine" / "train" / "metadata.csv").write_text("\n".join(lines) + "\n")
+    data = load(tmp_path, "hfds/mine")
+    assert data.class_names == ["cat", "dog"] and len({*data.train.source.names}) == 48
+    by_folder = load(folder / "train")
+    for label in (0, 1):
+        source, expected = data.train.source, by_folder.train.source
+        mine = [source.open(i).read() for i in np.flatnonzero(source.labels == label)]
+        theirs = [expected.open(i).read() for i in np.flatnonzero(expected.labels == label)]
+        assert sorted(mine) == sorted(2 * theirs)
+
+
+def save(table, tmp_path):
+    datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "mine"))
+    return "hfds/mine"
+
+
+def test_class_labels_count_for_more_than_a_text_called_label(folder, tmp_path):
+    table = rows(folder / "train").rename_column("label", "animal")
+    table = table.add_column("label", [f"photo {number}" for number in range(len(table))])
+    save(table, tmp_path)
+    assert load(tmp_path, "hfds/mine").class_names == ["cat", "dog"]
+
+
+def test_the_column_called_image_is_trained_on(folder, tmp_path, capsys):
+    """Wherever it stands; where none is called so, several are refused."""
+    table = rows(folder / "train")
+    masks = [{"bytes": (folder / "val/cat/0.png").read_bytes(), "path": None}] * len(table)
+    kinds = datasets.Features({"mask": datasets.Image(), **table.features})
+    columns = {"mask": masks, "label": table["label"]}
+    columns["image"] = table.cast_column("image", datasets.Image(decode=False))["image"]
+    columns = {name: [*values] for name, values in columns.items()}
+    both = datasets.Dataset.from_dict(columns, features=kinds)
+    save(both, tmp_path)
+    data = load(tmp_path, "hfds/mine")
+    assert torch.equal(pixels(data.train), pixels(load(folder / "train").train))
+    assert "left out the images in mask, beside those in image" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    save(both.rename_column("image", "photo"), tmp_path / "other")
+    with pytest.raises(UserError, match="images in the columns mask, photo: that of the photos"):
+        load(tmp_path / "other", "hfds/mine")
+
+
+def with_labels(labels):
+    """A table with other labels, which ``labels`` makes of the number of its rows."""
+
+    def make(folder, tmp_path):
+        table = rows(folder / "train").remove_columns("label")
+        return save(table.add_column("label", labels(len(table))), tmp_path)
+
+    return make
+
+
 def test_identical_students(folder, tmp_path, in_process):
     """From a folder, a tar and a table, by the documented commands, with workers that decode."""
     tar(tmp_path / "x.tar", folder)
@@ -409,6 +468,10 @@ BAD = {
     "x.tar: is no whole, uncompressed .tar (invalid": gzipped,
     "images have the name cat/0.png; leave one": twice,
     "hfds/mine: no labels in the columns image": without_labels,
+    "hfds/mine/train: 1 of 24 images have no label in the column 'label' (none, or -1), such as "
+    "that of row 3": with_labels(lambda count: [0] * 3 + [-1] + [1] * (count - 4)),
+    "the column 'label' holds lists, and": with_labels(lambda count: [[0, 1]] * count),
+    "the column 'label' holds float64": with_labels(lambda count: [0.5] * count),
     "9.png has no class": flat,
     "x.tar: several files .cls have the name 2024-01-05 10 up to the first dot": named_by_time,
     "x.tar: several images have the name 1 up to the first dot": with_masks,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,17 @@ SPLITS = {
     "test": ("test", "testing", "test_set", "testing_set", "seg_test"),
 }
 """Names of the folders of each split, in lower case: any case will do."""
+
+OF_OTHER_PROGRAMS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN")
+"""Folders that other programs put beside images, some with small copies of these."""
+
+HEIC = (".heic", ".heif", ".hif")
+"""Suffixes of a format of photos that Pillow does not read by itself."""
+
+MASK = re.compile(
+    r"(.+)[-_. ](mask|seg|segmentation|groundtruth|annotation|label)s?[-_ ]?\d*", re.IGNORECASE
+)
+"""The name, without its suffix, of a mask beside an image."""
 
 WITHOUT_LABELS = ("unlabelled", "unlabeled")
 """Names of a folder of images without labels, beside that of the training images."""
@@ -118,7 +130,12 @@ def find_splits(root: Path) -> SplitFolders:
 def folders_in(folder: Path) -> list[Path]:
     """The folders in a folder, sorted, without hidden ones."""
     entries = sorted(folder.iterdir())
-    return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    return [entry for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
+
+
+def is_hidden(name: str) -> bool:
+    """True for a file or folder that nobody means by the images in a folder."""
+    return name.startswith(".") or name in OF_OTHER_PROGRAMS
 
 
 def number_first(label: str) -> tuple[int, str]:
@@ -158,58 +175,101 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
 
     Images are paths relative to ``folder``, with '/' between folders. They may lie in sub-folders
     of their class. One line on stderr, once, tells of other files. Raises UserError for a folder
-    without class folders, for a class without images, and where all classes hold the same two or
-    more sub-folders and no image beside them: these sub-folders are the classes.
+    without class folders, for classes without images, for masks beside images, and where all
+    classes, or one of them, hold sub-folders that look like the classes: :func:`check_levels`.
     """
     classes = {}
+    empty = []
+    astray = []
     others = []
     start = len(os.path.join(folder, ""))
     for entry in sorted(folder.iterdir(), key=lambda entry: number_first(entry.name)):
-        if entry.name.startswith("."):
+        if is_hidden(entry.name):
             continue
         if entry.is_symlink() and not entry.exists():
             raise UserError(f"data.root: {entry} is a link that leads nowhere")
         if not entry.is_dir():
-            others.append(str(entry))
+            if is_image(entry.name):
+                astray.append(str(entry))
+            else:
+                others.append(str(entry))
             continue
         images, rest = images_below(entry)
         others += rest
-        if not images:
-            raise UserError(
-                f"data.root: the class folder {entry} holds no image that Pillow reads; put "
-                "images there or remove it"
-            )
-        classes[entry.name] = [path[start:].replace(os.sep, "/") for path in images]
+        if images:
+            classes[entry.name] = [path[start:].replace(os.sep, "/") for path in images]
+        else:
+            empty.append(entry.name)
+    say_left_out(f"data.root {folder}", others, astray)
+    if empty:
+        more = ""
+        if len(empty) > 1:
+            more = f", and {len(empty) - 1} others do not either ({_first_three(empty[1:])})"
+        raise UserError(
+            f"data.root: the class folder {folder / empty[0]} holds no image that Pillow "
+            f"reads{more}; put images there or remove it"
+        )
     if not classes:
         raise UserError(
             f"data.root: {folder} holds no class folder; it should hold one folder of "
             "images for each class"
         )
     check_levels(folder, classes)
-    say_left_out(f"data.root {folder}", others)
+    check_masks(folder, classes)
     return classes
 
 
-def say_left_out(place: str, others: Sequence[str]) -> None:
-    """Says that files of a place are no images, if there are any."""
-    if not others:
-        return
-    files = "1 file"
-    if len(others) > 1:
-        files = f"{len(others)} files"
-    say_once(f"{place}: left out {files} that are no images, such as {others[0]}")
+def say_left_out(place: str, others: Sequence[str], astray: Sequence[str] = ()) -> None:
+    """Says which files of a place are left out, and why, if there are any: ``others`` are no
+    images, and images ``astray`` are in no class folder."""
+    heic = [path for path in others if path.lower().endswith(HEIC)]
+    reasons = {
+        "images in no class folder": astray,
+        "HEIC photos, which have to be converted, to JPEG for example": heic,
+        "files that are no images": [path for path in others if path not in {*heic}],
+    }
+    parts = [
+        f"{what}: {len(paths)}, such as {paths[0]}" for what, paths in reasons.items() if paths
+    ]
+    if parts:
+        say_once(f"{place}: left out {'; '.join(parts)}")
+
+
+def check_masks(folder: Path, classes: Mapping[str, list[str]]) -> None:
+    """Raises UserError for masks beside the images that they belong to."""
+    stems = {os.path.splitext(image)[0] for images in classes.values() for image in images}
+    masks = []
+    for stem in sorted(stems):
+        match = MASK.fullmatch(stem)
+        if match and match[1] in stems:
+            masks.append(stem)
+    if masks:
+        raise UserError(
+            f"data.root: {folder} holds masks beside images, {len(masks)} of {len(stems)} files, "
+            f"such as {masks[0]}: move them out, or rename what is no mask"
+        )
 
 
 def check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
-    """Raises UserError where the folders taken for classes are parts of a data set."""
-    inside = {frozenset(map(_inner_folder, images)) for images in classes.values()}
-    first = next(iter(inside))
-    if len(classes) > 1 and len(inside) == 1 and len(first) > 1 and "" not in first:
+    """Raises UserError where the folders taken for classes are parts of a data set, or where one of
+    them is the data set."""
+    inside = {name: frozenset(map(_inner_folder, images)) for name, images in classes.items()}
+    first = next(iter(inside.values()))
+    if len(classes) > 1 and {*inside.values()} == {first} and len(first) > 1 and "" not in first:
         raise UserError(
             f"data.root: {folder} holds {_first_three([*classes])}, and each of them the same "
             f"folders {_first_three(sorted(first))}, which look like the classes: name the parts "
             "train, val and test, or take one of them"
         )
+    flat = [name for name, folders in inside.items() if len(folders) == 1]
+    for name, folders in inside.items():
+        has_splits = "train" in map(split_of, folders)
+        if "" not in folders and (has_splits or (len(folders) > 1 and flat)):
+            raise UserError(
+                f"data.root: {folder} holds {_first_three([*classes])}, and {name} no images but "
+                f"the folders {_first_three(sorted(folders, key=number_first))}: if these are the "
+                f"data set, name {folder / name}; otherwise put the images of {name} into itself"
+            )
 
 
 def _inner_folder(image: str) -> str:
@@ -250,8 +310,8 @@ def _files(folder: Path) -> Iterator[str]:
             folders.clear()
             continue
         entered.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (os.path.join(place, name) for name in names if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        yield from (os.path.join(place, name) for name in names if not is_hidden(name))
 
 
 def _refuse(error: OSError) -> None:

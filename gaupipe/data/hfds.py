@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from gaupipe.system.imports import pip_install
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+IMAGE_COLUMN = "image"
 
 LABEL_COLUMNS = ("label", "fine_label", "labels", "cls", "class")
 """Columns of a table, the likeliest first; ``cls`` is WebDataset's name."""
@@ -110,42 +113,82 @@ def _tables(settings: DataSettings, download: bool) -> dict[str, Dataset]:
 
 
 def _images_of(name: str, table: Dataset) -> Images | None:
-    """The images of a table; None where it, or one of its images, has no label."""
+    """The images of a table; None where it has no labels. Raises UserError where some images have
+    none, or have several."""
     import datasets
 
-    names, reader = _names_and_bytes(name, table)
+    files, reader = _names_and_bytes(name, table)
     features = table.features
     classed = [column for column in features if isinstance(features[column], datasets.ClassLabel)]
     named = [column for column in LABEL_COLUMNS if column in features]
+    both = [column for column in named if column in classed]
     if not named + classed:
         return None
-    label = [*named, *classed][0]
+    label = [*both, *classed, *named][0]
+    kind = features[label]
+    dtype = getattr(kind, "dtype", "lists")
+    if label not in classed and not (isinstance(kind, datasets.Value) and is_name(dtype)):
+        raise UserError(
+            f"{name}: the column {label!r} holds {dtype}, and should hold one class for each "
+            "image: its name or a whole number"
+        )
     values = table.select_columns([label])[:][label]
-    if None in values or -1 in values:
+    without = [place for place, value in enumerate(values) if value in (None, "", -1)]
+    if len(without) == len(values):
         return None
+    if without:
+        raise UserError(
+            f"{name}: {len(without)} of {len(values)} images have no label in the column "
+            f"{label!r} (none, or -1), such as that of row {without[0]}: label them or take them "
+            "out"
+        )
     classes = None
     if label in classed:
-        labels = [features[label].names[value] for value in values]
-        classes = [text for text in features[label].names if text in {*labels}]
+        labels = [kind.names[value] for value in values]
+        classes = [text for text in kind.names if text in {*labels}]
     else:
         labels = [str(value) for value in values]
-    names = [f"{label}/{name}" for label, name in zip(labels, names, strict=True)]
+    names = [f"{label}/{file}" for label, file in zip(labels, files, strict=True)]
+    if len({*names}) < len(names):  # the files of several folders
+        numbered = zip(labels, _numbered(files), strict=True)
+        names = [f"{label}/{file}" for label, file in numbered]
     return Images(names, labels, reader, classes)
 
 
+def is_name(dtype: str) -> bool:
+    """True if values of a column of this type may be names of classes."""
+    return dtype.endswith("string") or dtype.startswith(("int", "uint", "bool"))
+
+
 def _names_and_bytes(name: str, table: Dataset) -> tuple[list[str], Rows]:
-    """Of each image in a table the name of its file, or else its number, and its bytes."""
+    """Of each image in a table the name of its file, or else its number, and its bytes. Of several
+    columns of images that with the name ``image`` is meant; without it UserError is raised."""
     import datasets
 
     features = table.features
     columns = [column for column in features if isinstance(features[column], datasets.Image)]
     if not columns:
         raise UserError(f"{name}: no images in the columns {', '.join(features)}")
-    table = table.cast_column(columns[0], datasets.Image(decode=False))
-    path = f"{columns[0]}.path"
+    if len(columns) > 1 and IMAGE_COLUMN not in columns:
+        raise UserError(
+            f"{name}: images in the columns {', '.join(columns)}: that of the photos should be "
+            f"called {IMAGE_COLUMN!r}"
+        )
+    column = columns[0]
+    if len(columns) > 1:
+        column = IMAGE_COLUMN
+        others = [other for other in columns if other != column]
+        say_once(f"{name}: left out the images in {', '.join(others)}, beside those in {column}")
+    table = table.cast_column(column, datasets.Image(decode=False))
+    path = f"{column}.path"
     paths = table.flatten().select_columns([path])[:][path]
     names = [os.path.basename(path or "") or f"{place:09}" for place, path in enumerate(paths)]
-    return names, Rows(name, table, columns[0])
+    return names, Rows(name, table, column)
+
+
+def _numbered(files: Sequence[str]) -> list[str]:
+    """Other names for files of several folders, which may have one name."""
+    return [f"{place:09}/{file}" for place, file in enumerate(files)]
 
 
 def rows_without_labels(settings: DataSettings, download: bool) -> tuple[list[str], Rows]:
@@ -158,5 +201,4 @@ def rows_without_labels(settings: DataSettings, download: bool) -> tuple[list[st
             f"{settings.name}: one split should be for training, and it has {', '.join(tables)}"
         )
     names, reader = _names_and_bytes(f"{settings.name}/{training[0]}", tables[training[0]])
-    # files of several folders may have one name
-    return [f"{place:09}/{name}" for place, name in enumerate(names)], reader
+    return _numbered(names), reader

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gaupipe.data.folder import say_once
 from gaupipe.data.images import UNLABELLED, FileImages, Source
 from gaupipe.data.sources import open_sources
 from gaupipe.data.unlabelled import JoinedImages, open_unlabelled, without_copies
@@ -140,9 +141,10 @@ class ImageData:
     @cached_property
     def test_sha256(self) -> str | None:
         """Names the test images, in the same way; None where there are none. All of them are read
-        when it is first asked for."""
+        when it is first asked for, and copies of training images among them are told of."""
         if self.test is None:
             return None
+        say_copies(self.name, "test", self.test, self.train)
         return _digest(self.test)
 
     @property
@@ -288,6 +290,11 @@ def load_data(
         if settings.name == "digits":  # so small that a tenth would say little
             share = 0.2
         positions, held_out = _stratified(train, positions, share, "data.val_fraction")
+    if settings.leave_out_copies:
+        held = [Split(val or train, held_out)]
+        if test is not None:
+            held.append(Split(test, np.arange(len(test))))
+        positions = _without_copies(Split(train, positions), held)
     count = settings.train_images or len(positions)
     if count > len(positions):
         raise UserError(
@@ -322,6 +329,7 @@ def load_data(
         interpolation=settings.interpolation,
         sha256=_digest(split),
     )
+    say_copies(data.name, "validation", data.val, data.train)
     if test is not None:
         data.test = Split(test, np.arange(len(test)))
     if val is not None:
@@ -334,6 +342,50 @@ def load_data(
         data.unlabelled = Split(others, np.arange(len(others)))
         data.unlabelled_sha256 = _digest(data.unlabelled)
     return data
+
+
+def copies_in(split: Split, others: Split) -> np.ndarray:
+    """[N] bool: which images of a split are byte for byte among those of another. Images that are
+    in no files are no copies."""
+    source = split.source
+    if not (isinstance(source, FileImages) and isinstance(others.source, FileImages)):
+        return np.zeros(len(split), dtype=bool)
+    known = {content.tobytes() for content in others.source.contents[others.positions]}
+    contents = source.contents[split.positions]
+    return np.array([content.tobytes() in known for content in contents], dtype=bool)
+
+
+def say_copies(name: str, what: str, split: Split, train: Split) -> None:
+    """Says how many images of a split, which are ``what``, are training images too."""
+    count = int(copies_in(split, train).sum())
+    if count:
+        say_once(
+            f"data set {name}: {count} of {len(split)} {what} images are copies of training "
+            "images, so that their accuracy says too much: --set data.leave_out_copies=true "
+            "leaves these training images out"
+        )
+
+
+def _without_copies(train: Split, held_out: Sequence[Split]) -> np.ndarray:
+    """The positions of the training images of which ``held_out`` has no copy. Raises UserError
+    where a class has none of them."""
+    is_copy = np.zeros(len(train), dtype=bool)
+    for split in held_out:
+        is_copy |= copies_in(train, split)
+    kept = train.positions[~is_copy]
+    lost = sorted({*train.labels.tolist()} - {*train.source.labels[kept].tolist()})
+    if lost:
+        names = train.source.class_names
+        raise UserError(
+            "data.leave_out_copies: all training images of the class "
+            f"{names[lost[0]] if names else lost[0]} are copies of validation or test images"
+        )
+    if is_copy.any():
+        say_once(
+            "data.leave_out_copies: left out training images that are copies of validation or "
+            f"test images: {is_copy.sum()} of {len(train)}"
+        )
+    return kept
 
 
 def _by_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from gaupipe.data.folder import (
     WITHOUT_LABELS,
     check_levels,
     folders_in,
+    is_hidden,
     number_first,
     say_once,
     split_of,
@@ -330,7 +331,7 @@ def _plain(name: str) -> str:
 
 
 def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
+    return any(map(is_hidden, name.split("/")))
 
 
 def _not_whole(archive: Path, reason: str) -> UserError:

@@ -70,6 +70,9 @@ class DataSettings(Section):
     unreadable: Literal["refuse", "leave_out"] = "refuse"
     """Image files that cannot be read to their end: ``refuse`` lists them and stops, ``leave_out``
     lists them and goes on without them."""
+    leave_out_copies: bool = False
+    """Whether image files that are byte for byte a validation or test image are left out of the
+    training images; otherwise a line says how many there are."""
     buckets: Positive | None = None
     """Groups of training images that several processes share (see docs/scale.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
