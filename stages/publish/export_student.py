@@ -64,9 +64,10 @@ def described(student: VisionTransformer) -> dict[str, str]:
     facts = {name: json.dumps(config[name]) for name in names}
     facts["label_names"] = json.dumps(class_names(student, student.num_classes))
     facts["preparation"] = (
-        "turned by EXIF; resized with antialiasing so that the shorter side is "
-        "floor(input_size / crop_pct) and the longer in proportion, rounded down; cropped to the "
-        "middle, half an offset to the even side; divided by 255; minus mean, divided by std"
+        "turned by EXIF; in sRGB by its colour profile, on white where it is transparent; resized "
+        "with antialiasing so that the shorter side is floor(input_size / crop_pct) and the longer "
+        "in proportion, rounded down; cropped to the middle, half an offset to the even side; "
+        "divided by 255; minus mean, divided by std"
     )
     return facts
 
