@@ -476,7 +476,7 @@ BAD = {
     "x.tar: several files .cls have the name 2024-01-05 10 up to the first dot": named_by_time,
     "x.tar: several images have the name 1 up to the first dot": with_masks,
     "0.tar: 1.png may have its class in another file beside it": labelled_in_json,
-    "cat/0_mask.png looks like a mask of the image of that name, as 1 of 25": masks_in_classes,
+    "holds masks beside images, 1 of 25 files, such as cat/0_mask": masks_in_classes,
     "1.tar: 1/1.png has no class": labelled_in_one_of_two,
     "x.tar: train/1.png has no class": in_a_split_alone,
     "x.tar: stray.png has no class": beside_the_classes,
@@ -501,6 +501,14 @@ def test_bad_archives_and_tables_give_one_line(folder, tmp_path, in_process, mes
     assert (code, out) == (2, "") and len(err.splitlines()) == 1, err
     assert message in err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_small_copies_of_other_programs_are_no_images(folder, tmp_path):
+    expected = load(folder)
+    copies = folder / "train" / "cat" / "@eaDir" / "0.png"
+    copies.mkdir(parents=True)
+    shutil.copy(folder / "train" / "cat" / "0.png", copies / "SYNOPHOTO_THUMB_M.png")
+    assert same(load(tar(tmp_path / "x.tar", folder)), expected)
 
 
 def test_images_beside_the_splits_of_a_tar_are_left_out_and_said(folder, tmp_path, capsys):

@@ -18,6 +18,7 @@ from gaupipe.data.decoding import is_image
 from gaupipe.data.folder import (
     WITHOUT_LABELS,
     check_levels,
+    check_masks,
     folders_in,
     is_hidden,
     number_first,
@@ -25,7 +26,6 @@ from gaupipe.data.folder import (
     split_of,
 )
 from gaupipe.data.images import stamp_of
-from gaupipe.data.masks import check_no_masks
 from gaupipe.data.packed import Images
 from gaupipe.system.errors import UserError
 
@@ -162,7 +162,7 @@ def _check_classes(root: Path, names: Sequence[str]) -> None:
     for name in names:
         classes.setdefault(name.split("/")[0], []).append(name)
     check_levels(root, classes)
-    check_no_masks(root, names)
+    check_masks(root, classes)
     for name in classes:
         if name.lower() in WITHOUT_LABELS:
             raise UserError(
