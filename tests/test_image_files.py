@@ -249,17 +249,19 @@ def test_folders_of_other_programs_hold_no_images_and_are_no_classes(root):
     assert load(root / "train").train.source.class_names == ("cat", "dog")
 
 
-@pytest.mark.parametrize(
-    "mask", ["0_mask.png", "0_mask_1.bmp", "0-Segmentation.png", "0.masks.gif"]
-)
-def test_masks_beside_images_are_refused(root, mask):
-    (root / "train" / "cat" / "face_mask.png").write_bytes(
-        (root / "train" / "cat" / "1.bmp").read_bytes()
-    )
-    assert load(root)  # of no image beside it
-    shutil.copy(root / "train" / "cat" / "1.bmp", root / "train" / "cat" / mask)
-    message = refused(root)
-    assert "holds masks beside images, 1 of 22 files, such as cat/0" in message
+def test_masks_beside_images_are_refused(root):
+    """But not a mask of no image beside it."""
+    cat = root / "train" / "cat"
+    shutil.copy(cat / "1.bmp", cat / "face_mask.bmp")
+    assert len(load(root).train) == 21
+    shutil.copy(cat / "1.bmp", cat / "0_mask.png")
+    assert "cat/0_mask.png looks like a mask of the image of that name" in refused(root)
+
+
+def test_folders_of_images_and_of_masks_are_no_classes(root):
+    (root / "train" / "cat").rename(root / "train" / "Images")
+    (root / "train" / "dog").rename(root / "train" / "masks")
+    assert "holds Images, masks, which look like images and their masks" in refused(root / "train")
 
 
 @pytest.mark.parametrize("inside", ["train", "."])

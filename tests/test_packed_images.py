@@ -247,11 +247,19 @@ def save(table, tmp_path):
     return "hfds/mine"
 
 
-def test_class_labels_count_for_more_than_a_text_called_label(folder, tmp_path):
+def test_class_labels_count_for_more_than_a_text_called_label(folder, tmp_path, capsys):
     table = rows(folder / "train").rename_column("label", "animal")
     table = table.add_column("label", [f"photo {number}" for number in range(len(table))])
     save(table, tmp_path)
     assert load(tmp_path, "hfds/mine").class_names == ["cat", "dog"]
+    assert "the classes are those of the column animal, not of label" in capsys.readouterr().err
+
+
+def test_class_labels_that_are_numbers_come_by_their_value(folder, tmp_path):
+    """As an imagefolder's folders do not, for ``datasets``."""
+    shutil.copytree(folder / "train" / "cat", tmp_path / "mine" / "train" / "10")
+    shutil.copytree(folder / "train" / "dog", tmp_path / "mine" / "train" / "9")
+    assert load(tmp_path, "hfds/mine").class_names == ["9", "10"]
 
 
 def test_the_column_called_image_is_trained_on(folder, tmp_path, capsys):
@@ -281,6 +289,13 @@ def with_labels(labels):
         return save(table.add_column("label", labels(len(table))), tmp_path)
 
     return make
+
+
+def without_an_image(folder, tmp_path):
+    table = rows(folder / "train")
+    columns = table.cast_column("image", datasets.Image(decode=False)).to_dict()
+    columns["image"][5] = None
+    return save(datasets.Dataset.from_dict(columns, features=table.features), tmp_path)
 
 
 def test_identical_students(folder, tmp_path, in_process):
@@ -470,6 +485,7 @@ BAD = {
     "hfds/mine: no labels in the columns image": without_labels,
     "hfds/mine/train: 1 of 24 images have no label in the column 'label' (none, or -1), such as "
     "that of row 3": with_labels(lambda count: [0] * 3 + [-1] + [1] * (count - 4)),
+    "hfds/mine/train: 1 of 24 rows have no image": without_an_image,
     "the column 'label' holds lists, and": with_labels(lambda count: [[0, 1]] * count),
     "the column 'label' holds float64": with_labels(lambda count: [0.5] * count),
     "9.png has no class": flat,

@@ -6,13 +6,13 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gaupipe.data.decoding import is_image
+from gaupipe.data.masks import check_no_masks
 from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
 
@@ -29,10 +29,9 @@ OF_OTHER_PROGRAMS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN")
 HEIC = (".heic", ".heif", ".hif")
 """Suffixes of a format of photos that Pillow does not read by itself."""
 
-MASK = re.compile(
-    r"(.+)[-_. ](mask|seg|segmentation|groundtruth|annotation|label)s?[-_ ]?\d*", re.IGNORECASE
-)
-"""The name, without its suffix, of a mask beside an image."""
+IMAGES = ("images", "image", "imgs", "photos")
+MASKS = ("masks", "mask", "labels", "annotations", "segmentation")
+"""Names of two folders of one class: its images, and what belongs to them."""
 
 WITHOUT_LABELS = ("unlabelled", "unlabeled")
 """Names of a folder of images without labels, beside that of the training images."""
@@ -215,7 +214,9 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
             "images for each class"
         )
     check_levels(folder, classes)
-    check_masks(folder, classes)
+    check_no_masks(
+        f"data.root: {folder}", [image for images in classes.values() for image in images]
+    )
     return classes
 
 
@@ -235,21 +236,6 @@ def say_left_out(place: str, others: Sequence[str], astray: Sequence[str] = ()) 
         say_once(f"{place}: left out {'; '.join(parts)}")
 
 
-def check_masks(folder: Path, classes: Mapping[str, list[str]]) -> None:
-    """Raises UserError for masks beside the images that they belong to."""
-    stems = {os.path.splitext(image)[0] for images in classes.values() for image in images}
-    masks = []
-    for stem in sorted(stems):
-        match = MASK.fullmatch(stem)
-        if match and match[1] in stems:
-            masks.append(stem)
-    if masks:
-        raise UserError(
-            f"data.root: {folder} holds masks beside images, {len(masks)} of {len(stems)} files, "
-            f"such as {masks[0]}: move them out, or rename what is no mask"
-        )
-
-
 def check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
     """Raises UserError where the folders taken for classes are parts of a data set, or where one of
     them is the data set."""
@@ -260,6 +246,12 @@ def check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
             f"data.root: {folder} holds {_first_three([*classes])}, and each of them the same "
             f"folders {_first_three(sorted(first))}, which look like the classes: name the parts "
             "train, val and test, or take one of them"
+        )
+    names = {name.lower() for name in classes}
+    if names & {*IMAGES} and names & {*MASKS}:
+        raise UserError(
+            f"data.root: {folder} holds {_first_three([*classes])}, which look like images and "
+            "their masks: put the images of each class into a folder of their own"
         )
     flat = [name for name, folders in inside.items() if len(folders) == 1]
     for name, folders in inside.items():

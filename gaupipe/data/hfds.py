@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaupipe.data.folder import say_once, split_of
+from gaupipe.data.folder import number_first, say_once, split_of
 from gaupipe.data.images import FileImages, stamp_of
 from gaupipe.data.packed import Images, sources_of
 from gaupipe.settings import DataSettings
@@ -124,7 +124,9 @@ def _images_of(name: str, table: Dataset) -> Images | None:
     both = [column for column in named if column in classed]
     if not named + classed:
         return None
-    label = [*both, *classed, *named][0]
+    label, *others = dict.fromkeys([*both, *classed, *named])
+    if others:
+        say_once(f"{name}: the classes are those of the column {label}, not of {', '.join(others)}")
     kind = features[label]
     dtype = getattr(kind, "dtype", "lists")
     if label not in classed and not (isinstance(kind, datasets.Value) and is_name(dtype)):
@@ -146,6 +148,8 @@ def _images_of(name: str, table: Dataset) -> Images | None:
     if label in classed:
         labels = [kind.names[value] for value in values]
         classes = [text for text in kind.names if text in {*labels}]
+        if all(map(str.isdecimal, classes)):  # an imagefolder's come as text
+            classes.sort(key=number_first)
     else:
         labels = [str(value) for value in values]
     names = [f"{label}/{file}" for label, file in zip(labels, files, strict=True)]
@@ -162,7 +166,8 @@ def is_name(dtype: str) -> bool:
 
 def _names_and_bytes(name: str, table: Dataset) -> tuple[list[str], Rows]:
     """Of each image in a table the name of its file, or else its number, and its bytes. Of several
-    columns of images that with the name ``image`` is meant; without it UserError is raised."""
+    columns of images that with the name ``image`` is meant. Raises UserError
+    without it, and for rows without an image."""
     import datasets
 
     features = table.features
@@ -179,6 +184,9 @@ def _names_and_bytes(name: str, table: Dataset) -> tuple[list[str], Rows]:
         column = IMAGE_COLUMN
         others = [other for other in columns if other != column]
         say_once(f"{name}: left out the images in {', '.join(others)}, beside those in {column}")
+    missing = table.data.column(column).null_count
+    if missing:
+        raise UserError(f"{name}: {missing} of {len(table)} rows have no {column}: take them out")
     table = table.cast_column(column, datasets.Image(decode=False))
     path = f"{column}.path"
     paths = table.flatten().select_columns([path])[:][path]
