@@ -6,13 +6,13 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gaupipe.data.decoding import is_image
-from gaupipe.data.masks import check_no_masks
 from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
 
@@ -28,6 +28,11 @@ OF_OTHER_PROGRAMS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN")
 
 HEIC = (".heic", ".heif", ".hif")
 """Suffixes of a format of photos that Pillow does not read by itself."""
+
+MASK = re.compile(
+    r"(.+)[-_. ](mask|seg|segmentation|groundtruth|annotation|label)s?[-_ ]?\d*", re.IGNORECASE
+)
+"""The name, without its suffix, of a mask beside an image."""
 
 IMAGES = ("images", "image", "imgs", "photos")
 MASKS = ("masks", "mask", "labels", "annotations", "segmentation")
@@ -214,9 +219,7 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
             "images for each class"
         )
     check_levels(folder, classes)
-    check_no_masks(
-        f"data.root: {folder}", [image for images in classes.values() for image in images]
-    )
+    check_masks(folder, classes)
     return classes
 
 
@@ -234,6 +237,21 @@ def say_left_out(place: str, others: Sequence[str], astray: Sequence[str] = ()) 
     ]
     if parts:
         say_once(f"{place}: left out {'; '.join(parts)}")
+
+
+def check_masks(folder: Path, classes: Mapping[str, list[str]]) -> None:
+    """Raises UserError for masks beside the images that they belong to."""
+    stems = {os.path.splitext(image)[0] for images in classes.values() for image in images}
+    masks = []
+    for stem in sorted(stems):
+        match = MASK.fullmatch(stem)
+        if match and match[1] in stems:
+            masks.append(stem)
+    if masks:
+        raise UserError(
+            f"data.root: {folder} holds masks beside images, {len(masks)} of {len(stems)} files, "
+            f"such as {masks[0]}: move them out, or rename what is no mask"
+        )
 
 
 def check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
