@@ -73,8 +73,16 @@ class Run:
 
     def maps(self, ids: Iterable[int], view: int | None = None) -> list[Tensor]:
         """The teacher's maps of training images: for each stored block [B, H, T, T] float32, rows
-        sum to 1. Raises UserError for ids and views that there are not, and for a store of views
-        where ``view`` is None."""
+        sum to 1. Raises UserError for ids and views that there are not, for a store of views where
+        ``view`` is None, and for a run of students without a teacher."""
+        directory = self.directory
+        if directory.students(distilled=False) and not (
+            directory.phase_a.exists() or directory.students() or directory.maps.exists()
+        ):
+            raise UserError(
+                f"{directory.path} has no teacher, whose maps these would be: its students were "
+                "trained on labels alone"
+            )
         if self.settings.phase_a.is_local:
             if view is not None:
                 raise UserError(f"view={view}: local has the same maps for all views")

@@ -372,3 +372,11 @@ def test_refusals_say_why():
     with pytest.raises(ValueError, match=r"blocks\.0\.attn"), gaupipe.capture(model):
         model(pictures(64))
     assert not model._forward_pre_hooks
+
+
+def test_a_model_of_which_only_some_attentions_are_seen_is_refused():
+    """CaiT's blocks mix their heads' maps; those of its class token alone are fused."""
+    model = timm.create_model("cait_xxs24_224", img_size=32, depth=3, num_classes=2).eval()
+    message = "Cait: 2 attentions were seen in 3 blocks"
+    with pytest.raises(UserError, match=message), gaupipe.capture(model):
+        model(torch.zeros(1, 3, 32, 32))

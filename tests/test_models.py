@@ -1,6 +1,7 @@
 """The timm entrypoints, forward passes that show the maps, and student folders."""
 
 import copy
+import json
 import os
 import pickle
 
@@ -16,6 +17,7 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.models import forward_with_maps, run_blocks, save_student
 from gaupipe.system.errors import UserError
 from gaupipe.vit.forward import embed
+from gaupipe.vit.saving import load_folder
 
 PICO = "gauvit_pico_patch2_8"
 DEIT_S = dict(embed_dim=384, depth=12, num_heads=6, mlp_ratio=4, class_token=True)
@@ -117,6 +119,12 @@ def test_timm_keeps_its_own_table_of_attentions():
     assert type(vision_transformer.ATTN_LAYERS) is dict
     assert vision_transformer.ATTN_LAYERS.get("gau_beleif", 7) == 7
     assert vision_transformer.ATTN_LAYERS["gau_belief"] is ATTENTION["belief"]
+
+
+@pytest.mark.parametrize("name", ["Belief2", "gau_beleif"])
+def test_an_unknown_attn_layer_is_told_the_names_that_there_are(name):
+    with pytest.raises(UserError, match=f"unknown attn_layer '{name}'.* gau_belief2"):
+        timm.create_model("vit_tiny_patch16_224", depth=1, attn_layer=name)
 
 
 GRAPHS = [dict(attention=key) for key in ATTENTION] + [
@@ -245,3 +253,29 @@ def test_a_model_changed_after_construction_is_saved_as_it_is_now(tmp_path):
     again = timm.create_model(f"local-dir:{tmp_path / 'student'}", pretrained=True).eval()
     x = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"label_names": 7}, "label_names is 7: should be a list with a name"),
+        ({"mean": [float("nan")] * 3}, "mean is .*: should be a list with a number"),
+        ({"std": [0]}, "std is .*: should be a list with a number above 0"),
+        ({"std": "grey"}, "std is 'grey': should be a list"),
+        ({"crop_pct": -1}, "crop_pct is -1: should be above 0"),
+        ({"crop_pct": 0}, "crop_pct is 0: should be above 0"),
+        ({"interpolation": "cubic"}, "interpolation is 'cubic': should be one of bicubic"),
+    ],
+    ids=str,
+)
+def test_a_foreign_config_with_senseless_values_is_refused(wrong, message, tmp_path):
+    save_student(timm.create_model(PICO, depth=1), tmp_path / "student")
+    path = tmp_path / "student" / "config.json"
+    config = json.loads(path.read_text())
+    del config["sha256"]
+    names = {name: wrong.pop(name) for name in [*wrong] if name == "label_names"}
+    config |= names
+    config["pretrained_cfg"] |= wrong
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"config.json: {message}"):
+        load_folder(tmp_path / "student", "")

@@ -11,6 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 
 import gaupipe
+from arguments import sets, tiny
 from exports import write_store
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
@@ -118,3 +119,11 @@ def test_a_view_and_its_maps_belong_together(tmp_path):
         for ask in (run.images, run.maps):
             with pytest.raises(UserError, match="ids of views in .* from 0 to 2"):
                 ask(ids, view=view)
+
+
+def test_a_run_of_labels_alone_has_no_maps_of_a_teacher(in_process, tmp_path):
+    settings = sets(*tiny(40, 20, 1, depth=1))
+    code, _, err = in_process("train", "--run-dir", tmp_path / "run", *settings, cwd=tmp_path)
+    assert code == 0, err
+    with pytest.raises(UserError, match="has no teacher"):
+        gaupipe.open_run(tmp_path / "run").maps([0])

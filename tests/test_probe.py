@@ -43,6 +43,17 @@ def test_classes_that_lie_apart_are_predicted_in_their_order(classes):
     assert probe.accuracy == 1
 
 
+def test_a_feature_that_is_constant_but_for_rounding_gets_no_weight():
+    draw = np.random.default_rng(0)
+    labels = np.arange(60) % 2
+    features = 10 * np.eye(2)[labels] + draw.normal(size=(60, 2))
+    rounded = 1e3 + np.spacing(np.float32(1e3)) * draw.integers(-1, 2, size=(60, 1))
+    features = np.concatenate([features, rounded], axis=1)
+    probe = fitted(features, labels, features, labels, 2, seed=0)
+    assert probe.weights[..., 2].abs().max() < 1e-3
+    assert probe.accuracy == 1
+
+
 def test_every_fold_has_its_share_of_each_class():
     labels = np.repeat([0, 1, 2], [50, 20, 2])
     folds = stratified(labels, seed=0)

@@ -82,6 +82,19 @@ def test_a_registered_attention_is_one_of_timm_too(monkeypatch):
     standard.load_state_dict(own.state_dict(), strict=False)
     assert isinstance(own.blocks[0].attn, Residual)
     assert not torch.allclose(own(image), standard(image))
-    for name, what in (("belief", Residual), ("Mine", Residual), ("other", torch.nn.Linear)):
+    gaupipe.register("mine", Residual)  # as a notebook's cell that runs again
+
+    class WithoutHeads(StudentAttention):
+        def __init__(self, dim):
+            super().__init__(dim, 1)
+
+    for name, what in (
+        ("belief", Residual),
+        ("Mine", Residual),
+        ("other", torch.nn.Linear),
+        ("local", Residual),
+        ("mine", ATTENTION["xsa"]),
+        ("other", WithoutHeads),
+    ):
         with pytest.raises(UserError, match=f"register '{name}'"):
             gaupipe.register(name, what)

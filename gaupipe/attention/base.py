@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from gaupipe.attention.kernels import at_least_float32, pad_to, perpendicular
 from gaupipe.system.errors import UserError
+
+NOTE = "trained_with"
+"""Name of the entry of a state_dict that says which attention weights belong to."""
+USUAL_MODULES = ("qkv", "q_norm", "k_norm", "norm", "gate", "proj")
+"""Modules of timm's ``Attention`` that have parameters."""
 
 
 class StudentAttention(Attention):
@@ -38,6 +44,13 @@ class StudentAttention(Attention):
     def has_map(self) -> bool:
         """True if :meth:`log_map` gives attention maps."""
         return self.compares
+
+    marks_weights = True
+    """True for an attention that notes its class in its state_dict, whose other names may be those
+    of standard attention: the note tells its weights from published ones."""
+
+    starts_as_standard = False
+    """True if the outputs stay the same where weights of standard attention are loaded."""
 
     conversion_options: dict[str, Any] = {}
     """Options that stand in for the defaults where trained weights are taken over."""
@@ -133,6 +146,63 @@ class StudentAttention(Attention):
             if present is not weight:
                 present.data.copy_(weight)
         self.scale = old.scale
+
+    def note(self) -> str:
+        """What the state_dict says of this attention: its class."""
+        return type(self).__name__
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.marks_weights:
+            destination[prefix + NOTE] = torch.tensor([*self.note().encode()], dtype=torch.uint8)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *more: Any, **named: Any
+    ) -> None:
+        """As torch's, for every way into a model. Weights of standard attention are converted, and
+        a warning says so unless the outputs stay. Raises UserError for those of a third attention,
+        and where this one has no queries and keys."""
+        note = state_dict.pop(prefix + NOTE, None)
+        if not self.compares and prefix + "qkv.weight" in state_dict:
+            raise UserError(
+                f"{type(self).__name__} has no queries and keys that could take over trained "
+                "weights: build the model without pretrained=True"
+            )
+        if note is not None:
+            self.check_note(bytes(note.tolist()).decode())
+        elif self.marks_weights and self.of_standard(state_dict, prefix):
+            self.load_standard(state_dict, prefix)
+            if not self.starts_as_standard:
+                warnings.warn(
+                    f"weights of standard attention are loaded into {type(self).__name__}, as "
+                    "gaupipe.models.convert(model, ...) converts them: the outputs are others now; "
+                    "fine-tune the model before you use it",
+                    stacklevel=2,
+                )
+        super()._load_from_state_dict(state_dict, prefix, *more, **named)
+
+    def check_note(self, note: str) -> None:
+        """Raises UserError for a ``note`` of another attention."""
+        if note != self.note():
+            raise UserError(
+                f"the weights were trained with {note}, the model has {self.note()}: build it with "
+                "the attention of the weights, load them, then gaupipe.models.convert(model, ...)"
+            )
+
+    def of_standard(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        """Whether weights without a note are those of standard attention: none of this one's
+        further parameters is there."""
+        mine = {prefix + name for name, _ in self.named_parameters()}
+        usual = tuple(f"{prefix}{name}." for name in USUAL_MODULES)
+        further = {name for name in mine if not name.startswith(usual)}
+        return prefix + "proj.weight" in state_dict and further.isdisjoint(state_dict)
+
+    @torch.no_grad()
+    def load_standard(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Makes weights of standard attention those at which this one changes least, within
+        ``state_dict``."""
+        for name, weight in self.start_from({"MH": state_dict[prefix + "proj.weight"]}).items():
+            state_dict[f"{prefix}{name}.weight"] = weight
 
     def project(self, x: Tensor) -> tuple[Any, Any, Tensor]:
         """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]; the first two are None for

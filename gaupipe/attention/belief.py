@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gaupipe.attention.base import StudentAttention, choice
@@ -36,6 +37,15 @@ class BeliefAttention(StudentAttention):
         self.head_gate = None
         if gated:
             self.head_gate = nn.Parameter(self.proj.weight.detach().new_zeros(self.num_heads))
+
+    @property
+    def starts_as_standard(self) -> bool:  # type: ignore[override]  # the gates are 0 at first
+        return self.head_gate is not None
+
+    def load_standard(self, state_dict: dict[str, Any], prefix: str) -> None:
+        super().load_standard(state_dict, prefix)
+        if self.head_gate is not None:
+            state_dict[prefix + "head_gate"] = torch.zeros_like(self.head_gate)
 
     def gates(self) -> Tensor:
         """g of each channel [d]."""

@@ -14,6 +14,9 @@ from gaupipe.attention.kernels import perpendicular
 
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity}
 
+SMALL_Z = 1e-5
+"""Standard deviation of W_Z that float32 does not see in the scores."""
+
 
 class Belief2Attention(StudentAttention):
     """Update D W + phi(a V) W_p, with scores (Q K' + Z Z') / sqrt(d_m) (*Belief2, eqs. 11-17*).
@@ -24,6 +27,7 @@ class Belief2Attention(StudentAttention):
     ``zz=False`` for pretrained weights.
     """
 
+    starts_as_standard = True
     conversion_options = {"activation": "identity"}
 
     def __init__(
@@ -60,7 +64,27 @@ class Belief2Attention(StudentAttention):
         at 0: there the gradient of Z Z' vanishes and Z would never learn."""
         super().take_over(old)
         if self.z is not None and getattr(old, "z", None) is None:
-            nn.init.normal_(self.z.weight, std=1e-5)
+            nn.init.normal_(self.z.weight, std=SMALL_Z)
+
+    def note(self) -> str:
+        """The class and phi, which is another where weights of standard attention were loaded."""
+        return f"{super().note()} {type(self.activation).__name__}"
+
+    def check_note(self, note: str) -> None:
+        """As the base; phi is the one that the weights were trained with."""
+        attention, _, activation = note.partition(" ")
+        known = {layer.__name__: layer for layer in ACTIVATIONS.values()}
+        if attention == type(self).__name__ and activation in known:
+            self.activation = known[activation]()
+        super().check_note(note)
+
+    def load_standard(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """As :meth:`take_over`, with phi the identity."""
+        super().load_standard(state_dict, prefix)
+        self.activation = nn.Identity()
+        if self.z is not None:
+            small = nn.init.normal_(torch.empty_like(self.z.weight), std=SMALL_Z)
+            state_dict[prefix + "z.weight"] = small
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V; with ``zz`` [Q, Z] and [K, Z] of twice the head width, whose product is Q

@@ -33,6 +33,7 @@ class GaussianAttention(StudentAttention):
     """
 
     compares = False
+    marks_weights = False  # no other attention has its names
     has_map = True  # the Gaussians are
     positions: Tensor
 

@@ -28,6 +28,7 @@ class StandardAttention(StudentAttention):
     model, which has no place for class and register tokens.
     """
 
+    marks_weights = False  # they are timm's
     prior: nn.Parameter | None
     positions: Tensor
 

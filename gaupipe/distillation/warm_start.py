@@ -16,10 +16,10 @@ from gaupipe.vit.slicing import slice_weights
 from gaupipe.vit.stem import ConvPatchEmbed
 
 MAY_LACK = re.compile(
-    r"^(cls_token|reg_token|dist_token|head|attn_pool)|\.attn\.(prior|predictor)$"
+    r"^(cls_token|reg_token|dist_token|head|attn_pool)|\.attn\.(prior|predictor|trained_with)$"
 )
 """Parameters of a teacher that a student may lack: of tokens that are no patches, of what
-classifies, and of Gaussians."""
+classifies, of Gaussians, and the note of another attention."""
 
 
 def start_from_teacher(

@@ -158,7 +158,8 @@ def fitted(
     folds = stratified(labels, seed)
     mean = features.mean(0)
     std = features.std(0)
-    std[std == 0] = 1  # a feature that is the same for all images
+    rounding = 1e-6 * np.abs(features).mean(0)  # of features that were computed in float32
+    std[std <= rounding] = 1  # a feature that is the same for all images
     scaled = (features - mean) / std
 
     def regressions(strength: float) -> list[LogisticRegression]:

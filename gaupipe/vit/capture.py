@@ -101,8 +101,8 @@ def capture(
     with attention sinks, which take a part, and for queries without a key, whose rows are 0.
 
     Raises UserError for a model whose attention is not fused (``fused_attn = False``), for one in
-    which no attention was seen, for one whose weights cannot be told from the arguments of its
-    attention, and for a block or a query that the model has not.
+    which no attention was seen or fewer than it has blocks (CaiT), for one whose weights cannot be
+    told from the arguments of its attention, and for a block or a query that the model has not.
     """
     unfused = [
         name for name, part in model.named_modules() if getattr(part, "fused_attn", True) is False
@@ -135,6 +135,12 @@ def capture(
         raise UserError(
             f"no attention of {name} was seen: was the model called, as model(...) and not by "
             "another method?"
+        )
+    count_in_timm = len(getattr(model, "blocks", ()))
+    if captured.calls < count_in_timm:
+        raise UserError(
+            f"{type(model).__name__}: {captured.calls} attentions were seen in {count_in_timm} "
+            "blocks: the others compute theirs by a way of their own, which capture cannot read"
         )
     missing = sorted((wanted or set()) - captured.maps.keys())
     if missing:

@@ -39,18 +39,50 @@ TIMM_ARGUMENTS = {
 
 
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
+TEACHERS = ("local", "vit")
+"""Names that stand for a teacher where an attention could stand as well."""
+
+timm_create_attn = vision_transformer._create_attn  # where timm looks a name up
+
+
+def create_attn(attn_layer: Any, *arguments: Any, **named: Any) -> nn.Module:
+    """As timm's, which says of an unknown name only that it is None. Raises UserError with the
+    names that there are."""
+    known = vision_transformer.ATTN_LAYERS
+    if isinstance(attn_layer, str) and attn_layer not in known:
+        names = ", ".join(filter(None, known))
+        raise UserError(f"unknown attn_layer {attn_layer!r}: timm knows {names}")
+    return timm_create_attn(attn_layer, *arguments, **named)
+
+
+vision_transformer._create_attn = create_attn
 
 
 def register(name: str, attention: type[StudentAttention]) -> None:
     """Makes an attention of one's own known under a ``name``, as those of gaupipe are: to timm as
-    ``gau_NAME``, to settings and commands as NAME. Raises UserError for a name that is taken, and
-    for what is no :class:`gaupipe.attention.base.StudentAttention`."""
+    ``gau_NAME``, to settings and commands as NAME. The same class may come again, as a cell of a
+    notebook that runs twice defines it. Raises UserError for a name that is taken, and for what is
+    no :class:`gaupipe.attention.base.StudentAttention` that takes timm's ``num_heads``."""
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise UserError(f"register {name!r}: should be lower-case letters, digits and _")
     if name in STUDENTS:
         raise UserError(f"register {name!r}: gaupipe has an attention of this name: choose another")
+    if name in TEACHERS:
+        raise UserError(f"register {name!r}: a teacher has this name: choose another")
     if not (isinstance(attention, type) and issubclass(attention, StudentAttention)):
         raise UserError(f"register {name!r}: {attention!r} should be a StudentAttention")
+    parameters = inspect.signature(attention).parameters.values()
+    if not any(p.name == "num_heads" or p.kind is p.VAR_KEYWORD for p in parameters):
+        raise UserError(f"register {name!r}: {attention.__name__} should take timm's num_heads")
+    present = ATTENTION.get(name, attention)
+    if (present.__module__, present.__qualname__) != (
+        attention.__module__,
+        attention.__qualname__,
+    ):
+        raise UserError(
+            f"register {name!r}: {present.__module__}.{present.__qualname__} has this name: choose "
+            "another"
+        )
     ATTENTION[name] = vision_transformer.ATTN_LAYERS[f"gau_{name}"] = attention
 
 

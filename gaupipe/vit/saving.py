@@ -6,11 +6,12 @@ import copy
 import hashlib
 import inspect
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import timm
 import torch
@@ -35,6 +36,9 @@ STOCK_ARCHITECTURE = "vit_tiny_patch16_224"
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files with the weights of a folder, the first of which timm takes."""
+
+INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "box", "hamming", "lanczos")
+"""What timm resizes images by."""
 
 
 def save_student(
@@ -173,7 +177,39 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
     except Exception as error:  # json, safetensors and timm raise many kinds for a foreign file
         reason = f"is damaged, or no model that timm reads ({one_line(error)})"
         raise UserError(f"{folder} {reason}: {remedy}") from None
-    return created(f"{LOCAL}{folder}", arguments or {}, pretrained=True).eval()
+    model = created(f"{LOCAL}{folder}", arguments or {}, pretrained=True).eval()
+    check_config(folder / "config.json", getattr(model, "pretrained_cfg", None) or {})
+    return model
+
+
+def check_config(path: Path, config: dict[str, Any]) -> None:
+    """Raises UserError, naming the file at ``path``, for names of classes and ways to scale images
+    in a model's ``config`` that are none."""
+
+    def refuse(key: str, right: str) -> NoReturn:
+        raise UserError(f"{path}: {key} is {config[key]!r:.100}: should be {right}")
+
+    names = config.get("label_names")
+    if names and not (isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)):
+        refuse("label_names", "a list with a name for each class")
+    for key in ("mean", "std"):
+        values = config.get(key)
+        if values is None:
+            continue
+        if not isinstance(values, list | tuple) or not all(map(is_finite, values)):
+            refuse(key, "a list with a number for each channel")
+        if key == "std" and min(values, default=1) <= 0:
+            refuse(key, "a list with a number above 0 for each channel")
+    share = config.get("crop_pct")
+    if share is not None and not (is_finite(share) and 0 < share <= 1):
+        refuse("crop_pct", "above 0 and at most 1")
+    if config.get("interpolation", "bicubic") not in INTERPOLATIONS:
+        refuse("interpolation", f"one of {', '.join(INTERPOLATIONS)}")
+
+
+def is_finite(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def check_digest(folder: Path) -> None:

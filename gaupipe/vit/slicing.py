@@ -11,6 +11,7 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from gaupipe.attention.base import NOTE
 from gaupipe.system.errors import UserError
 from gaupipe.vit.stem import ConvPatchEmbed
 
@@ -131,7 +132,10 @@ def slice_weights(
     weights = rescaled(weights, sizes, asked, channels)
     sliced: dict[str, Tensor] = {}
     for name, tensor in with_blocks(weights, evenly_spaced(asked.blocks, sizes.blocks)).items():
-        _, module, _ = parts_of_name(name)
+        _, module, leaf = parts_of_name(name)
+        if leaf == NOTE:  # no parameter
+            sliced[name] = tensor
+            continue
         if module.startswith("patch_embed.") and isinstance(student.patch_embed, ConvPatchEmbed):
             continue
         if name in present and module not in AXES:
@@ -234,6 +238,9 @@ def in_components(weights: dict[str, Tensor], spread: Tensor, width: int) -> dic
         block, module, leaf = parts_of_name(name)
         if module in NEUTRAL:  # its neighbours take over what it did
             turned[name] = torch.full((width,), float(leaf != "bias")).to(tensor)
+            continue
+        if leaf == NOTE:
+            turned[name] = tensor
             continue
         part = tensor.double().cpu()
         norm = norm_before(weights, block, module)
