@@ -187,6 +187,60 @@ def test_a_vit_without_the_biases_that_components_need_is_sliced_by_channels(cha
     torch.testing.assert_close(student(images), large(images), atol=1e-5, rtol=1e-4)
 
 
+EQUAL = {
+    "class token": {},
+    "distilled": {"name": "deit_tiny_distilled_patch16_224"},
+    "LayerScale": {"init_values": 0.5},
+    "LayerScale, RMSNorm": {"init_values": 0.5, "norm_layer": "rmsnorm"},
+    "registers, SwiGLU": {"name": "vit_giant_patch14_reg4_dinov2", "init_values": 0.5},
+    "norms of Q and K": {"qk_norm": True, "scale_attn_norm": True, "scale_mlp_norm": True},
+    "CLIP": {"name": "vit_base_patch16_clip_224"},
+    "no last norm": {"final_norm": False},
+    "pooled, fc_norm": {"class_token": False, "global_pool": "avg", "fc_norm": True},
+}
+
+
+@pytest.mark.parametrize("how", ["slice", "teacher"])
+@pytest.mark.parametrize("family", EQUAL)
+def test_a_start_from_a_vit_of_equal_size_computes_what_it_does(family, how):
+    arguments = {"size": 28, "patch_size": 14, **EQUAL[family]}
+    name = arguments.pop("name", "vit_tiny_patch16_224")
+    large = small(name, **arguments)
+    images = pictures(3, channels=3, size=28)
+    spread = spread_of_stream(large, [images])
+    torch.manual_seed(1)
+    sizes = {"img_size": 28, "num_classes": 5, "depth": 2, "embed_dim": 48, "num_heads": 3}
+    del arguments["size"]
+    student = timm.create_model(name, **{**sizes, **arguments}).eval()
+    start_from_teacher(student, how, large.state_dict(), 3, (2, 2), spread)
+    with torch.no_grad():
+        torch.testing.assert_close(student(images), large(images), atol=1e-3, rtol=1e-3)
+
+
+def test_layer_scale_goes_into_the_matrices_of_a_student_without_it():
+    large = small(size=28, patch_size=14, init_values=0.5, norm_layer="rmsnorm")
+    student = small(size=28, patch_size=14, norm_layer="rmsnorm")
+    start_from_teacher(student, "slice", large.state_dict(), 3, (2, 2))
+    images = pictures(2, channels=3, size=28)
+    torch.testing.assert_close(student(images), large(images), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "teacher, part",
+    [
+        ({"qk_norm": True}, "attn.q_norm.weight"),
+        ({"scale_mlp_norm": True}, "mlp.norm.weight"),
+        ({"mlp_layer": timm.layers.SwiGLU}, "mlp.fc1_g.weight"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["slice", "teacher"])
+def test_a_start_is_refused_where_the_student_lacks_a_part(how, teacher, part):
+    large = small(size=28, patch_size=14, **teacher)
+    with pytest.raises(UserError, match=f"the teacher has blocks.0.{part}, which the student"):
+        start_from_teacher(small(size=28, patch_size=14), how, large.state_dict(), 3, (2, 2))
+
+
 def test_a_start_needs_as_many_heads():
     """Whose number no shape of a matrix tells."""
     teacher = random_vit(num_heads=4)

@@ -44,7 +44,9 @@ def start_from_teacher(
         hand_over(student, weights)
     elif how == "slice":
         setting = "phase_b.warm_start=slice"
-        copy(slice_weights(weights, heads, grid, student, setting, spread), student)
+        sliced = slice_weights(weights, heads, grid, student, setting, spread)
+        copy(sliced, student)
+        refuse_lacking(student, sliced, setting)
     else:
         warm_start(student, weights)
 
@@ -54,6 +56,12 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     UserError as :func:`copy`, and for a student that lacks a part, such as LayerScale, without
     which the other weights compute something else."""
     copy(teacher, student)
+    refuse_lacking(student, teacher, "phase_b.warm_start")
+
+
+def refuse_lacking(student: VisionTransformer, teacher: dict[str, Tensor], setting: str) -> None:
+    """Raises UserError, naming the ``setting``, for a student that lacks a part of the teacher's
+    weights, but for :data:`MAY_LACK`."""
     parts = parts_in_common(student)
     names = [name for name in with_norm_of(parts, teacher) if name not in parts]
     lacking = [name for name in names if not MAY_LACK.search(name)]
@@ -61,7 +69,7 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
         lacking = [name for name in lacking if not name.startswith("patch_embed.")]
     if lacking:
         raise UserError(
-            f"phase_b.warm_start: the teacher has {lacking[0]}, which the student lacks: give the "
+            f"{setting}: the teacher has {lacking[0]}, which the student lacks: give the "
             "student the same, or set another phase_b.warm_start"
         )
 
@@ -71,11 +79,17 @@ def copy(teacher: dict[str, Tensor], student: VisionTransformer) -> None:
     """Copies the parameters that a teacher's ViT (its state_dict) and the student have in common.
     Q and K keep their start if the teacher has Gaussian attention.
 
-    The output projection goes through the attention's ``start_from``. Class and register tokens and
-    their position embeddings stay as they are. Raises UserError for a student of another size.
+    The output projection goes through the attention's ``start_from``. Position embeddings of class
+    and register tokens are copied where there are as many. Raises UserError for a student of
+    another size.
     """
     parts = parts_in_common(student)
     teacher = with_norm_of(parts, teacher)
+    positions = teacher.get("pos_embed")
+    if positions is not None and "pos_embed" in parts:
+        if positions.shape == student.pos_embed.shape:
+            parts["pos_embed"] = student.pos_embed
+        teacher = {**teacher, "pos_embed": positions_like(parts["pos_embed"], teacher)}
     values = (".attn.v.weight", ".attn.qkv.weight")
     sizes = {name: part.shape for name, part in parts.items()}
     differs = [
@@ -104,6 +118,17 @@ def copy(teacher: dict[str, Tensor], student: VisionTransformer) -> None:
         trained = {"MH": teacher[f"blocks.{layer}.attn.proj.weight"]}
         for name, weight in in_steps(block.attn).start_from(trained).items():
             getattr(block.attn, name).weight.copy_(weight)
+
+
+def positions_like(mine: Tensor, teacher: dict[str, Tensor]) -> Tensor:
+    """The teacher's position embedding, without that of its tokens that are no patches where it
+    has as many more than ``mine``."""
+    positions = teacher["pos_embed"]
+    names = ("cls_token", "dist_token", "reg_token")
+    others = sum(teacher[name].shape[1] for name in names if name in teacher)
+    if 0 < positions.shape[1] - mine.shape[1] <= others:
+        return positions[:, -mine.shape[1] :]
+    return positions
 
 
 def with_norm_of(parts: dict[str, Tensor], teacher: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -172,16 +172,15 @@ class VitTeacher(nn.Module):
         return values
 
     def weights(self) -> dict[str, Tensor]:
-        """Its weights by timm's names, for a student that starts from them: of the position
-        embedding what belongs to patches, and the head, if it has one for the data set's classes,
-        in their order. Raises UserError for a model that is not timm's ``VisionTransformer`` with
-        standard attention."""
+        """Its weights by timm's names, for a student that starts from them, with the head, if it
+        has one for the data set's classes, in their order. Raises UserError for a model that is not
+        timm's ``VisionTransformer`` with standard attention."""
         if not has_standard_attention(self.model):
             raise UserError(
                 f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
                 "phase_b.warm_start=none, or a VisionTransformer with standard attention"
             )
-        weights = weights_of_patches(self.model)
+        weights = self.model.state_dict()
         for name in ("head.weight", "head.bias"):
             head = weights.pop(name, None)
             if head is not None and self.classes is not None:
@@ -288,14 +287,6 @@ def has_standard_attention(model: nn.Module) -> TypeGuard[VisionTransformer]:
         and getattr(block.attn, "prior", None) is None
         for block in model.blocks
     )
-
-
-def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:
-    """A ViT's state_dict, of its position embedding what belongs to patches."""
-    weights = model.state_dict()
-    if "pos_embed" in weights:
-        weights["pos_embed"] = weights["pos_embed"][:, -model.patch_embed.num_patches :]
-    return weights
 
 
 def sha256_of(weights: dict[str, Tensor], described: str) -> str:

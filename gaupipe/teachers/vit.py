@@ -27,7 +27,6 @@ from gaupipe.teachers.readable_vit import (
     PROBE_INSTEAD,
     VitTeacher,
     parts_of_teachers,
-    weights_of_patches,
 )
 from gaupipe.training.job import EpochPlan, LabelLosses, Training
 from gaupipe.training.optimizer import build_optimizer
@@ -149,7 +148,7 @@ def checked_job(settings: Settings, data: ImageData, students: bool = True) -> V
     if settings.phase_a.teacher == "vit":
         vit = build_model(settings, data, "meta")
         if students:
-            check_student(settings, data, vit, weights_of_patches(vit))
+            check_student(settings, data, vit, vit.state_dict())
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
         return build_training(settings, data)
     job = build(settings, data)

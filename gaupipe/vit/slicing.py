@@ -129,6 +129,8 @@ def slice_weights(
     if spread is not None and has_components(weights):
         weights = in_components(weights, spread, asked.channels)
         channels["width"] = torch.arange(asked.channels)
+    else:
+        weights = with_scales_inside(weights)
     weights = rescaled(weights, sizes, asked, channels)
     sliced: dict[str, Tensor] = {}
     for name, tensor in with_blocks(weights, evenly_spaced(asked.blocks, sizes.blocks)).items():
@@ -146,6 +148,8 @@ def slice_weights(
                 tensor = hidden_units(tensor, axis, channels["hidden"], sizes.hidden_units)
             elif kind != "all":
                 tensor = tensor.index_select(axis, channels[kind].to(tensor.device))
+        if module in SCALE_BEHIND.values() and leaf == "gamma" and name not in present:
+            continue  # which has no effect any more
         other_classes = name in present and tensor.shape[:1] != present[name].shape[:1]
         if not (module in HEADS and other_classes):
             sliced[name] = tensor
@@ -199,7 +203,12 @@ NORM_BEFORE = {
     "head_dist": "norm",
 }
 """The LayerNorm whose output a module reads."""
-SCALE_BEHIND = {"attn.proj": "ls1", "mlp.fc2": "ls2"}
+SCALE_BEHIND = {
+    "attn.proj": "ls1",
+    "attn.proj_local": "ls1",
+    "attn.proj_parallel": "ls1",
+    "mlp.fc2": "ls2",
+}
 """The LayerScale, where there is one, that scales what a module adds to the residual stream."""
 NEUTRAL = {*NORM_BEFORE.values(), "fc_norm", *SCALE_BEHIND.values()}
 """Modules that :func:`in_components` leaves without an effect: gains and scales of 1, biases of
@@ -215,7 +224,23 @@ def has_components(weights: dict[str, Tensor]) -> bool:
     others = {"attn.v", "attn.z", "attn.gate", "attn.proj_local", "attn.proj_parallel", "norm_pre"}
     if not ({"norm1", "norm2", "attn.qkv"} <= modules and modules.isdisjoint(others)):
         return False
+    if not modules.isdisjoint(HEADS) and modules.isdisjoint(("norm", "fc_norm")):
+        return False  # the head reads the stream itself
     return {"norm1", *behind_norms} <= biased  # RMSNorm has no bias, and removes no mean
+
+
+def with_scales_inside(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with LayerScale in the matrices and biases that it scales: its own is 1."""
+    scaled = {}
+    for name, tensor in weights.items():
+        block, module, leaf = parts_of_name(name)
+        scale = weights.get(f"{block}{SCALE_BEHIND.get(module)}.gamma")
+        if scale is not None:
+            tensor = tensor * scale.view(-1, *[1] * (tensor.ndim - 1))
+        elif module in SCALE_BEHIND.values() and leaf == "gamma":
+            tensor = torch.ones_like(tensor)
+        scaled[name] = tensor
+    return scaled
 
 
 def in_components(weights: dict[str, Tensor], spread: Tensor, width: int) -> dict[str, Tensor]:
@@ -234,7 +259,7 @@ def in_components(weights: dict[str, Tensor], spread: Tensor, width: int) -> dic
     basis = mean_free[:, 1 : count + 1] @ vectors[:, -count:].mT  # [width, channels]
     scale = float((values[-count:].sum() / values.sum() * len(values) / width).sqrt())
     turned = {}
-    for name, tensor in weights.items():
+    for name, tensor in with_scales_inside(weights).items():
         block, module, leaf = parts_of_name(name)
         if module in NEUTRAL:  # its neighbours take over what it did
             turned[name] = torch.full((width,), float(leaf != "bias")).to(tensor)
@@ -250,9 +275,6 @@ def in_components(weights: dict[str, Tensor], spread: Tensor, width: int) -> dic
                 part = part + weights[f"{block}{module}.weight"].double().cpu() @ bias
             else:
                 part = part * gain * scale
-        layer_scale = weights.get(f"{block}{SCALE_BEHIND.get(module)}.gamma")
-        if layer_scale is not None:
-            part = part * layer_scale.double().cpu().view(-1, *[1] * (part.ndim - 1))
         for axis, kind in enumerate(AXES.get(module, ())[: part.ndim]):
             if kind == "width":
                 part = (part.movedim(axis, -1) @ basis.mT).movedim(-1, axis)
