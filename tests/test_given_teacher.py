@@ -54,6 +54,9 @@ def test_a_student_is_a_slice_of_its_teacher_where_one_fits():
     larger, reasons = chosen("model.args.embed_dim=480")
     assert larger.phase_b.warm_start == "none"
     assert "channels: 480, the trained ViT 384" in reasons["phase_b.warm_start"]
+    lacking, reasons = chosen(teacher="vit_base_patch16_clip_224.openai")
+    assert lacking.phase_b.warm_start == "none"
+    assert "the teacher has norm_pre.weight" in reasons["phase_b.warm_start"]
     scaled, _ = chosen(teacher="vit_small_patch16_224.augreg_in1k")
     assert scaled.data.scaling == {"mean": [0.5] * 3, "std": [0.5] * 3}  # as its patches expect
     other, reasons = chosen(teacher="vit_small_patch16_dinov3.lvd1689m")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import in_steps
 from gaupipe.system.errors import UserError
-from gaupipe.vit.slicing import slice_weights
+from gaupipe.vit.slicing import slice_weights, with_blocks
 from gaupipe.vit.stem import ConvPatchEmbed
 
 MAY_LACK = re.compile(
@@ -59,6 +59,15 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     refuse_lacking(student, teacher, "phase_b.warm_start")
 
 
+def refuse_slice(student: VisionTransformer, teacher: dict[str, Tensor], setting: str) -> None:
+    """:func:`refuse_lacking` for a slice of the teacher's weights, which has LayerScale in the
+    matrices; before it is cut, so weights on the meta device do."""
+    scales = (".ls1.gamma", ".ls2.gamma")
+    parts = with_blocks(teacher, list(range(len(student.blocks))))
+    sliced = {name: tensor for name, tensor in parts.items() if not name.endswith(scales)}
+    refuse_lacking(student, sliced, setting)
+
+
 def refuse_lacking(student: VisionTransformer, teacher: dict[str, Tensor], setting: str) -> None:
     """Raises UserError, naming the ``setting``, for a student that lacks a part of the teacher's
     weights, but for :data:`MAY_LACK`."""
@@ -85,9 +94,8 @@ def copy(teacher: dict[str, Tensor], student: VisionTransformer) -> None:
     """
     parts = parts_in_common(student)
     teacher = with_norm_of(parts, teacher)
-    positions = teacher.get("pos_embed")
-    if positions is not None and "pos_embed" in parts:
-        if positions.shape == student.pos_embed.shape:
+    if student.pos_embed is not None and "pos_embed" in teacher:
+        if teacher["pos_embed"].shape == student.pos_embed.shape:
             parts["pos_embed"] = student.pos_embed
         teacher = {**teacher, "pos_embed": positions_like(parts["pos_embed"], teacher)}
     values = (".attn.v.weight", ".attn.qkv.weight")

@@ -64,11 +64,12 @@ CHARACTERS = re.compile(r"(digit|letter|character|number)?[ _-]*([0-9]{1,2}|[a-z
 
 @dataclass(frozen=True)
 class TeacherSizes:
-    """The sizes of a trained teacher of which a student may be a slice, and how its images are
-    scaled."""
+    """The sizes of a trained teacher of which a student may be a slice, how its images are scaled,
+    and the parts that its state_dict names, on the meta device."""
 
     sizes: VitSizes
     scaling: dict[str, list[float]]
+    weights: dict[str, Any]
 
 
 def is_trained(teacher: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from timm.data import resolve_model_data_config
 
+from gaupipe.distillation.warm_start import refuse_slice
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load, read_yaml, with_overrides
 from gaupipe.system.errors import UserError
@@ -29,7 +30,7 @@ def look_at(name: str, arguments: dict[str, Any]) -> TeacherSizes | None:
         return None
     scaled = resolve_model_data_config(vit)
     scaling = {key: [float(value) for value in scaled[key]] for key in ("mean", "std")}
-    return TeacherSizes(sizes_of(vit), scaling)
+    return TeacherSizes(sizes_of(vit), scaling, vit.state_dict())
 
 
 def choose_start(choices: Choices, teacher: TeacherSizes | None) -> None:
@@ -38,9 +39,10 @@ def choose_start(choices: Choices, teacher: TeacherSizes | None) -> None:
     if not str(choices.given("model.name", "gauvit_")).startswith("gauvit_"):
         return  # it has weights of its own
     try:
-        asked = sizes_of(student_of(choices))
+        student = student_of(choices)
     except UserError:
         return  # it is refused later
+    asked = sizes_of(student)
     heads = teacher.sizes.heads if teacher is not None else None
     if asked.heads != heads:
         reason = f"each head learns from the mean of the teacher's {heads or 'heads'}"
@@ -51,6 +53,7 @@ def choose_start(choices: Choices, teacher: TeacherSizes | None) -> None:
         return
     try:
         teacher.sizes.check(asked, "no slice")
+        refuse_slice(student, teacher.weights, "no slice")
     except UserError as error:
         choices.choose("phase_b.warm_start", "none", str(error))
         return
