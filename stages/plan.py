@@ -244,7 +244,7 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
     pixels = generator.integers(0, 256, (count, 3, size, size), dtype=np.uint8)
     source = ArrayImages(pixels, generator.integers(0, classes, count))
     return ImageData(
-        name=settings.data.name,
+        name=settings.data.title,
         train=Split(source, np.arange(count - 1)),
         val=Split(source, np.arange(count - 1, count)),
         num_classes=classes,

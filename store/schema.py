@@ -214,10 +214,12 @@ class Schema(ArraySizes):
         return cls(**{name: attributes[name] for name in names})
 
     def difference(self, other: Schema) -> str:
-        """The fields and notes in which `other` differs, as one line; empty when they are equal."""
+        """The fields and notes in which `other` differs, as one line; empty when they are equal.
+        The data set's name is left out: its digest says which images these are."""
         ours = self.to_attributes() | self.extra
         theirs = other.to_attributes() | other.extra
-        del ours["extra"], theirs["extra"]
+        for name in ("extra", "dataset"):
+            del ours[name], theirs[name]
         return ", ".join(
             f"{name} {ours.get(name)!r} against {theirs.get(name)!r}"
             for name in ours | theirs

@@ -786,6 +786,7 @@ RUNS = [
             {"model_args": None},
             {"num_classes": 7, "model_args": {"num_classes": 7}},
             *({"model_args": {name: value}} for name, value in WRONG_SIZES.items()),
+            {"model_args": {"depth": 10**8}},
         )
     ),
     Row(

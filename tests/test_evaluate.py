@@ -196,10 +196,10 @@ def replace_a_test_image(photos: Path) -> None:
     "change, message",
     [
         (rename_a_class, "'ant' has gone, 'wasp' is new"),
-        (relabel_an_image, "the training images of data set folder were others"),
-        (add_an_image, "the training images of data set folder were others"),
-        (delete_an_image, "the training images of data set folder were others"),
-        (replace_a_test_image, "the test images of data set folder were others"),
+        (relabel_an_image, "the training images of data set photos were others"),
+        (add_an_image, "the training images of data set photos were others"),
+        (delete_an_image, "the training images of data set photos were others"),
+        (replace_a_test_image, "the test images of data set photos were others"),
     ],
 )
 def test_other_images_than_those_of_the_run_are_not_scored(

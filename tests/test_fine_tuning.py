@@ -19,6 +19,7 @@ from gaupipe.training.student import build_student
 from gaupipe.vit.saving import save_student
 from pictures import photos
 from runs import metrics
+from stages.runs.directory import RunDirectory
 
 SCALING = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
 TINY = ["baseline.epochs=2", "data.batch_size=8", "threads=1"]
@@ -242,6 +243,20 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
         metrics(tmp_path / name / "plain/standard/metrics.jsonl") for name in ("unbroken", "run")
     )
     assert unbroken == resumed and len(resumed) == 2
+
+
+def test_weights_and_none_are_two_runs(command, folder, tmp_path, in_process):
+    """In folders that nobody has named."""
+    alone = ["train", "--data", folder / "photos"]
+    assert in_process(*command, *sets(*TINY), cwd=tmp_path)[0] == 0
+    assert in_process(*alone, *sets(*TINY), cwd=tmp_path)[0] == 0
+    starts = {}
+    for run in (tmp_path / "runs").iterdir():
+        starts[run.name] = RunDirectory(run).settings().model.name
+    assert starts == {
+        "photos-weights": f"local-dir:{folder / 'weights'}",
+        "photos": "gauvit_pico_patch2_8",
+    }
 
 
 def test_all_students_of_a_run_start_from_the_same_weights(command, folder, tmp_path, in_process):

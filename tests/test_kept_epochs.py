@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from scipy.stats import binomtest
 
+from arguments import sets
 from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
 from gaupipe.training import job as training
@@ -143,6 +144,15 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     [line] = [line for line in err.splitlines() if "to keep epoch 6, the best" in line]
     assert in_process(*shlex.split(line.partition(": gaupipe ")[2]))[0] == 0
     assert said(folder)["epoch"] == 6
+
+
+def test_train_names_itself_as_the_command_that_keeps_another_epoch(tmp_path, seen, in_process):
+    run = tmp_path / "run"
+    code, _, err = in_process("train", "digits_expected", "--run-dir", run, *sets(*TINY))
+    [line] = [line for line in err.splitlines() if "to keep epoch 6, the best" in line]
+    command = shlex.split(line.partition(": gaupipe ")[2])
+    assert code == 0 and command[0] == "train" and in_process(*command)[0] == 0
+    assert said(run / "plain/standard")["epoch"] == 6
 
 
 def test_a_student_whose_saving_was_interrupted_is_not_taken_for_another_epoch(

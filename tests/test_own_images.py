@@ -332,7 +332,7 @@ def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_pat
     (tmp_path / "moved" / "cat" / "3.png").unlink()
     code, _, err = in_process(*again, "--student", "belief", cwd=tmp_path)
     assert code == 2
-    assert "the training images of data set folder were others when the run began" in err
+    assert "the training images of data set moved were others when the run began" in err
 
 
 @pytest.mark.parametrize("command", ["run", "train"])

@@ -56,6 +56,24 @@ def test_an_imported_attention_is_trained_and_its_folder_says_what_is_missing(ap
     assert code == 2 and "residual" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("where", ["combine", "<module>"])
+def test_debug_shows_where_an_imported_file_failed(apart, tmp_path, monkeypatch, where):
+    """Whose mistake an error is, a program cannot know: without --debug it is one line."""
+    monkeypatch.setenv("GAUPIPE_DEBUG", "")
+    reads = 'open("absent.json")'
+    if where == "combine":
+        failing = MINE.replace("return", f"{reads}; return")
+    else:
+        failing = f"{MINE}\n{reads}"
+    (tmp_path / "mine.py").write_text(failing)
+    train = ["train", "--student", "residual", *sets(*tiny(100, 50, 1))]
+    for option in ((), ("--debug",)):
+        run = f"run{len(option)}"
+        code, _, err = apart("--import", "mine.py", *option, *train, "--run-dir", run)
+        assert code == 2 and "absent.json" in err.splitlines()[-1]
+        assert (f"in {where}\n" in err) == ("Traceback" in err) == bool(option)
+
+
 def test_the_processes_of_a_comparison_know_an_imported_attention(apart, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     settings = sets(*tiny(100, 50, 1, depth=1))

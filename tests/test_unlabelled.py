@@ -223,16 +223,16 @@ def test_other_images_than_those_that_the_run_began_with_are_refused(mine, tmp_p
     data.check_split(path)
     (mine / "unlabelled" / "0.png").unlink()
     labelled.check_split(path)
-    with pytest.raises(UserError, match="the unlabelled images of data set folder were others"):
+    with pytest.raises(UserError, match="the unlabelled images of data set mine were others"):
         load(mine).check_split(path)
     shutil.move(mine / "unlabelled", tmp_path / "gone")
     none = load(mine)
-    with pytest.raises(UserError, match="the unlabelled images of data set folder were others"):
+    with pytest.raises(UserError, match="the unlabelled images of data set mine were others"):
         none.check_split(path)
     none.write_split(path)
     none.check_split(path)
     shutil.move(tmp_path / "gone", mine / "unlabelled")
-    with pytest.raises(UserError, match="the unlabelled images of data set folder were others"):
+    with pytest.raises(UserError, match="the unlabelled images of data set mine were others"):
         load(mine).check_split(path)
 
 
@@ -281,7 +281,7 @@ def test_phase_a_begins_with_them_and_later_commands_want_the_same(mine, in_proc
     assert in_process(*phase_b, "second", cwd=tmp_path)[0] == 0
     (tmp_path / "moved" / "0.png").unlink()
     code, _, err = in_process(*phase_b, "third", cwd=tmp_path)
-    assert code == 2 and "the unlabelled images of data set folder were others" in err
+    assert code == 2 and "the unlabelled images of data set mine were others" in err
     assert not (tmp_path / "run" / "phase_b" / "third").exists()
 
 

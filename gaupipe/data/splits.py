@@ -273,13 +273,13 @@ def load_data(
         if train.class_names:
             name = train.class_names[0]
         raise UserError(
-            f"data set {settings.name}: the training images are all of the class {name!r}; "
+            f"data set {settings.title}: the training images are all of the class {name!r}; "
             "two or more are needed (in a folder each, if they are files)"
         )
     num_classes = max(int(labels.max()) + 1, len(train.class_names))
     if train.class_names and len(train.class_names) < num_classes:
         raise UserError(
-            f"data set {settings.name}: has {len(train.class_names)} names of classes and labels "
+            f"data set {settings.title}: has {len(train.class_names)} names of classes and labels "
             f"up to {num_classes - 1}: each class should have a name"
         )
     positions = np.arange(len(labels))
@@ -299,7 +299,7 @@ def load_data(
     if count > len(positions):
         raise UserError(
             f"data.train_images: {count} asked, "
-            f"{settings.name} has {len(positions)} training images"
+            f"{settings.title} has {len(positions)} training images"
         )
     if count < len(positions):
         _, positions = _stratified(train, positions, count, "data.train_images")
@@ -318,7 +318,7 @@ def load_data(
         mean, std = _mean_and_std(train.images[torch.from_numpy(positions)])
     channels = len(mean)
     data = ImageData(
-        name=settings.name,
+        name=settings.title,
         train=split,
         val=Split(train if val is None else val, held_out),
         num_classes=num_classes,

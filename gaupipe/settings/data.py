@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gaupipe.settings.sections import Keywords, Positive, Scope, Section, Size, validated
+from gaupipe.system.files import utf8
 
 FILE_IMAGE_SIZE = 224
 """Pixels of images in files where ``data.image_size`` is null."""
@@ -77,6 +78,13 @@ class DataSettings(Section):
     """Groups of training images that several processes share (see docs/scale.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""
+
+    @property
+    def title(self) -> str:
+        """What messages and cards call the data set: images in a folder or archive by its name."""
+        if self.name == "folder" and self.root is not None:
+            return utf8(self.root.name) or self.name
+        return self.name
 
     @property
     def interpolation(self) -> str:

@@ -19,6 +19,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import load_state_dict, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.digests import sha256
@@ -225,10 +226,24 @@ def check_digest(folder: Path) -> None:
 
 def check_sizes(folder: Path, weights: Path) -> None:
     """Raises ValueError unless a folder's config.json describes a model with these ``weights``:
-    timm adapts weights to another size without a word. The meta device takes no memory."""
-    with torch.device("meta"):
-        built = timm.create_model(f"{LOCAL}{folder}").state_dict()
+    timm adapts weights to another size without a word. The meta device takes no memory, but a depth
+    of millions takes minutes: the weights say how many modules there can be."""
     stored = load_state_dict(str(weights))
+    most = 1000 + 10 * len(stored)  # timm's models have at most twice as many
+    registered = 0
+
+    def count(*_: Any) -> None:
+        nonlocal registered
+        registered += 1
+        if registered > most:
+            raise ValueError(f"more modules by config.json than {len(stored)} weights are for")
+
+    counting = register_module_module_registration_hook(count)
+    try:
+        with torch.device("meta"):
+            built = timm.create_model(f"{LOCAL}{folder}").state_dict()
+    finally:
+        counting.remove()
     for name in sorted(built.keys() | stored.keys()):
         here, there = (tuple(of[name].shape) if name in of else None for of in (built, stored))
         if here != there:

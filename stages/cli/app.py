@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,9 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from stages.begin import import_file
 from stages.cli.options import option, parse_path, untyped
+
+DEBUG = "GAUPIPE_DEBUG"
+"""The environment variable of --debug."""
 
 IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 """Commands that several processes, started by torchrun, share."""
@@ -48,7 +52,12 @@ def root(
             parser=parse_path,
         ),
     ] = None,
+    debug: Annotated[
+        bool, option("--debug", "Show where an error was raised.", envvar=DEBUG, show_envvar=True)
+    ] = False,
 ) -> None:
+    if debug:
+        os.environ[DEBUG] = "1"  # of the processes that a command starts, too
     context.obj = files or []  # for the processes that a command starts
     for file in context.obj:
         import_file(file)

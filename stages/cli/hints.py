@@ -49,9 +49,9 @@ def say_other_epoch(run_dir: Path, name: str, distilled: bool) -> None:
     kept = kept_epochs.entry(RunDirectory(run_dir).student(name, distilled))
     if kept["epoch"] == kept["best"]:
         return
-    command = ["gaupipe", "phase-b", "--run-dir", run_dir, "--name", name, "--resume"]
-    if not distilled:
-        command.append("--no-distill")
+    command = ["gaupipe", *sys.argv[1:]]
+    if "--resume" not in command:
+        command.append("--resume")
     command += ["--set", "train.keep=best"]
     say(f"to keep epoch {kept['best']}, the best on the validation images:", command)
 

@@ -103,7 +103,7 @@ NewRunDir = Annotated[
     option(
         "--run-dir FOLDER",
         "The run's folder.",
-        "runs/ and the name of CONFIG or FOLDER",
+        "runs/ and the name of CONFIG, or of FOLDER and MODEL or TEACHER",
         parser=parse_path,
     ),
 ]

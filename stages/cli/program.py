@@ -14,7 +14,7 @@ import typer
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped, mistake_of, one_line
 from stages.cli import look, measure, share, train  # noqa: F401  (their commands join the app)
-from stages.cli.app import app
+from stages.cli.app import DEBUG, app
 from stages.cli.hints import say
 
 PANELS = ("Train", "Measure", "Look", "Share")
@@ -66,6 +66,8 @@ def main() -> None:
             fail(f"another rank has ended: {str(error).splitlines()[0]}", watch, code=1)
         mistake = mistake_of(error)
         if mistake is not None:
+            if os.environ.get(DEBUG):  # it may be a file that a developer's own code misses
+                traceback.print_exc()
             fail(mistake, watch)
         if watch is None:
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -18,7 +17,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.terminal import fitted
 from stages.begin import check_data, check_model
 from stages.cli.hints import begins, say
-from stages.runs.directory import RunDirectory, last_used
+from stages.runs.directory import RunDirectory, folder_for, last_used
 
 
 def find_run(run_dir: Path | None, how: str = "--run-dir names another") -> Path:
@@ -181,8 +180,7 @@ def read_settings(
                 f"it and name the folder with --set data.name=folder --set data.root={data}"
             )
         check_data(data)
-        name = os.path.basename(os.path.abspath(data)).removesuffix(".tar")
-        folder = run_dir or Path("runs") / (name or "images")
+        folder = run_dir or folder_for(data, overrides)
         what = f"the images in {data}"
     choose: Callable[[], tuple[Any, list[str]]]
     with begins(f"looks at {what}"):

@@ -75,7 +75,7 @@ def run(
         from stages import run as stage
 
     lines = stage.run(settings, folder, student)
-    print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
+    print_rich(stage.table(lines, f"{settings.data.title}: {folder}"))
     say_next(["evaluate", "--run-dir", folder], ["view", "--run-dir", folder])
 
 

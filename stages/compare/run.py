@@ -80,7 +80,7 @@ def run(
 
     with locked(run_dir, "comparison"):
         outcomes = train([*chain(*trainings)], jobs, imports)
-        results = report(settings.data.name, trainings, outcomes, targets)
+        results = report(settings.data.title, trainings, outcomes, targets)
         write_whole(run_dir / f"{name}.json", json.dumps(results.to_json(), indent=1) + "\n")
         draw(results, run_dir / name)
     return results

@@ -26,6 +26,9 @@ from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, photo
 from stages.look.measures import divergence
 from stages.runs.directory import RunDirectory
 
+NAMES_IMAGES = ("name", "root", "train_images", "image_size")
+"""Settings of the data set by which one knows the images of a store."""
+
 SHADES = " .:+#"
 """From no attention to the most of the map, where a terminal has no colours."""
 
@@ -55,6 +58,9 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
         shown |= {"layers": layers, "blocks": blocks, "heads": heads, "grid": list(grid)}
     if schema.prefix_tokens:
         shown["extra_tokens"] = schema.prefix_tokens
+    notes = {name: value for name, value in schema.extra.items() if name != "layers"}
+    if "data" in notes:  # settings that do not say which images these are would only puzzle
+        notes["data"] = {name: notes["data"].get(name) for name in NAMES_IMAGES}
     return shown | {
         "classes": schema.num_classes,
         "arrays": {
@@ -65,7 +71,7 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
         "bytes_per_image": round(size / schema.images, 1),
         "teacher_sha256": schema.teacher_sha256,
         "parametrisation": schema.parametrisation,
-        **{name: value for name, value in schema.extra.items() if name != "layers"},
+        **notes,
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -348,10 +347,8 @@ def _choose_augmentation(
 
 def fine_tuning(folder: Path) -> list[str]:
     """The command that fine-tunes a pretrained ViT on the images of a folder."""
-    name = os.path.basename(os.path.abspath(folder)).removesuffix(".tar")
     model = ["--model", PRETRAINED, "--download"]
-    run_dir = ["--run-dir", f"runs/{name}-pretrained"]
-    return ["gaupipe", "train", "--data", from_here(folder), *model, *run_dir]
+    return ["gaupipe", "train", "--data", from_here(folder), *model]
 
 
 def has_gpu(given: Mapping[str, Any]) -> bool:

@@ -312,6 +312,19 @@ class RunDirectory:
         return locked(self.path, "run", shared, once_locked)
 
 
+def folder_for(data: Path, overrides: Sequence[str]) -> Path:
+    """The folder of a run on the images in ``data`` that was given none: it names the weights that
+    a ViT starts from, and the teacher, if the ``a.b=value`` of a command do, as a run without them
+    is another."""
+    names = [os.path.basename(os.path.abspath(data)).removesuffix(".tar") or "images"]
+    given = with_overrides({}, overrides)
+    for section, name in (("model", "name"), ("phase_a", "teacher")):
+        value = given.get(section, {}).get(name)
+        if isinstance(value, str):
+            names.append(re.split("[/:]", value.rstrip("/"))[-1])
+    return RUNS / "-".join(names)
+
+
 def last_used() -> RunDirectory:
     """The run in :data:`RUNS` that a command worked on last. Raises UserError where there is
     none."""

@@ -126,7 +126,7 @@ def planned_schema(
         kind=str(export.kind),
         num_images=images * views,
         num_classes=data.num_classes,
-        dataset=settings.data.name,
+        dataset=settings.data.title,
         dataset_sha256="",
         teacher_sha256="",
         embedding_dim=model.decoder.embedding if export.kind == "embedding" else None,
