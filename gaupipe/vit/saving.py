@@ -19,7 +19,6 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import load_state_dict, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.digests import sha256
@@ -226,24 +225,15 @@ def check_digest(folder: Path) -> None:
 
 def check_sizes(folder: Path, weights: Path) -> None:
     """Raises ValueError unless a folder's config.json describes a model with these ``weights``:
-    timm adapts weights to another size without a word. The meta device takes no memory, but a depth
-    of millions takes minutes: the weights say how many modules there can be."""
+    timm adapts weights to another size without a word. The meta device takes no memory, but timm
+    lists all blocks, for which a depth of millions takes minutes."""
     stored = load_state_dict(str(weights))
-    most = 1000 + 10 * len(stored)  # timm's models have at most twice as many
-    registered = 0
-
-    def count(*_: Any) -> None:
-        nonlocal registered
-        registered += 1
-        if registered > most:
-            raise ValueError(f"more modules by config.json than {len(stored)} weights are for")
-
-    counting = register_module_module_registration_hook(count)
-    try:
-        with torch.device("meta"):
-            built = timm.create_model(f"{LOCAL}{folder}").state_dict()
-    finally:
-        counting.remove()
+    arguments = json.loads((folder / "config.json").read_bytes()).get("model_args") or {}
+    depth = arguments.get("depth", 0)
+    if depth > len(stored):
+        raise ValueError(f"model_args.depth is {depth}, of {len(stored)} arrays in {weights.name}")
+    with torch.device("meta"):
+        built = timm.create_model(f"{LOCAL}{folder}").state_dict()
     for name in sorted(built.keys() | stored.keys()):
         here, there = (tuple(of[name].shape) if name in of else None for of in (built, stored))
         if here != there:
