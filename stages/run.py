@@ -18,6 +18,7 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
+from gaupipe.system.terminal import fitted
 from gaupipe.training.scores import percent
 from gaupipe.training.student import checked_student
 from stages import export, phase_a, phase_b
@@ -102,7 +103,8 @@ def say_if_shorter(run: RunDirectory, attention: str, epochs: int) -> None:
     if before.epochs < epochs:
         folder = run.student(attention, distilled=False)
         both = f"both phases have {epochs} epochs"
-        print(f"gaupipe: {folder} is from before phase A: {both}", file=sys.stderr)
+        line = f"gaupipe: {folder} is from before phase A: {both}"
+        print(fitted(line, sys.stderr), file=sys.stderr)
 
 
 def line_of_teacher(metrics: list[EpochMetrics], val_images: int) -> Line:

@@ -32,6 +32,7 @@ from gaupipe.data.decoding import RULES, check, identify, read_rgb, refusing
 from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
+from gaupipe.system.terminal import fitted
 
 UNLABELLED = -1
 """In place of the label of an image that has none."""
@@ -73,7 +74,8 @@ def content_digests(images: FileImages) -> list[str]:
 def say_lines(lines: Iterable[str]) -> None:
     """Prints lines on stderr, in the first process alone."""
     if multiprocessing.parent_process() is None:
-        print("\n".join(lines), file=sys.stderr)
+        for line in lines:
+            print(fitted(line, sys.stderr), file=sys.stderr)
 
 
 def as_asked(images: FileImages) -> FileImages:

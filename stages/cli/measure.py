@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, from_here
 from stages.begin import check_data, check_maps
 from stages.cli.app import command
-from stages.cli.hints import begins, say_next, starts
+from stages.cli.hints import begins, say, say_next, starts
 from stages.cli.options import (
     AsJson,
     ConfigArgument,
@@ -204,7 +203,7 @@ def verify(
         print(problem)
     if problems:
         noun = "problems" if len(problems) > 1 else "problem"
-        print(f"gaupipe: {maps}: {len(problems)} {noun}", file=sys.stderr)
+        say(f"{maps}: {len(problems)} {noun}")
         raise typer.Exit(1)
     line = f"{maps}: complete and intact"
     if teacher:
