@@ -34,9 +34,7 @@ from gaupipe.distillation.export import make_schema, outputs
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings.load import load
 from gaupipe.system import distributed
-from gaupipe.teachers import gaussian as gaussian_teacher
-from gaupipe.teachers.base import TeacherJob
-from gaupipe.teachers.gaussian import TeacherLoss
+from gaupipe.teachers.gaussian import GaussianTeacher, TeacherLoss
 from gaupipe.training.job import LabelLosses, StepLosses
 from gaupipe.training.student import build_student
 from stages.plan import random_data
@@ -91,19 +89,19 @@ def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str])
                 print(f"{name:<8} x {spread(ratios)}, exchange {exchange}", flush=True)
 
 
-def teacher(batch: int, folder: Path) -> TeacherJob:
+def teacher(batch: int, folder: Path) -> GaussianTeacher:
     """A fresh teacher on random images."""
     settings = load(
         "cifar10_atto",
         [f"data.batch_size={batch}", "data.image_size=32", "threads=1"],
     )
     data = random_data(settings, 8 * batch, 10)
-    job = gaussian_teacher.build(settings, folder, data, to_read=True)
-    job.teacher.passes = 1
+    job = GaussianTeacher.build(settings, data, folder, to_read=True)
+    job.network.passes = 1
     return job
 
 
-def phase_a_step(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
+def phase_a_step(job: GaussianTeacher) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
     """The loss of phase A, and what it takes beside a batch."""
 
     def more(batch: Batch) -> tuple:
@@ -113,7 +111,7 @@ def phase_a_step(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tu
     return TeacherLoss(job), more
 
 
-def phase_b_step(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
+def phase_b_step(job: GaussianTeacher) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
     """The loss of a plain student, and what it takes beside a batch."""
     train = job.settings.train
     student = build_student(job.settings, job.data, train).to(job.device)
@@ -147,10 +145,10 @@ def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int)
     return lambda: steps(losses, size), lambda: steps(replica, size // 2), unsynchronised
 
 
-def exporting(job: TeacherJob, size: int) -> Ways:
+def exporting(job: GaussianTeacher, size: int) -> Ways:
     """The export of a batch in one process, and of half of it in each of two."""
-    job.teacher.eval()
-    schema = make_schema(job, chosen(job.settings), "0" * 64)
+    job.network.eval()
+    schema = make_schema(job, chosen(job), sha256="0" * 64)
     batches = job.batches(job.data.train, size)
 
     def export(count: int) -> None:

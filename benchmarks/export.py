@@ -29,9 +29,7 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.models import save_student
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
-from gaupipe.teachers import gaussian as gaussian_teacher
-from gaupipe.teachers import vit as vit_teacher
-from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.base import Teacher, outline
 from stages.export.writing import write
 
 
@@ -60,7 +58,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
         forward_cpu = time.process_time() - cpu_started
         writer = store.create(
             folder / "maps.zarr",
-            make_schema(job, chosen(job.settings, given={"kind": arguments.kind})),
+            make_schema(job, chosen(job, given={"kind": arguments.kind})),
             overwrite=True,
             decoder=decoder(job, arguments.kind),
             shard_bytes=int(arguments.shard_mb * 1e6),
@@ -80,34 +78,32 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
     print(f"in processor time: {spread(cpu_ratios, '.3f')}")
 
 
-def fresh_teacher(settings: Settings, folder: Path) -> TeacherJob:
+def fresh_teacher(settings: Settings, folder: Path) -> Teacher:
     """A teacher that has learned nothing, in eval mode."""
-    data = load_data(settings.data)
+    teacher = outline(settings, load_data(settings.data)).begin(folder)
     if settings.phase_a.teacher == "vit":
-        training = vit_teacher.build_training(settings, data)
-        save_student(training.student, folder / "teacher", **data.data_config)
-        return vit_teacher.build(settings, data, folder / "teacher")
-    if settings.phase_a.teacher != "gaussian":
-        return vit_teacher.build(settings, data)
-    job = gaussian_teacher.build(settings, folder, data)
-    with torch.no_grad():
-        job.teacher.prior += 0.3 * torch.randn_like(job.teacher.prior)
-    job.teacher.eval()
-    return job
+        save_student(teacher.network, folder / "teacher", **teacher.data.data_config)
+        teacher.read(folder)
+    if settings.phase_a.teacher == "gaussian":
+        with torch.no_grad():
+            teacher.network.prior += 0.3 * torch.randn_like(teacher.network.prior)
+    teacher.network.eval()
+    return teacher
 
 
 @torch.inference_mode()
-def bare_forward(job: TeacherJob) -> float:
+def bare_forward(teacher: Teacher) -> float:
     """Seconds for the predictions of all training images, nothing kept."""
-    generator = torch.Generator(job.device).manual_seed(0)
+    generator = torch.Generator(teacher.device).manual_seed(0)
+    network = teacher.network
     started = time.perf_counter()
-    for batch in job.batches(job.data.train).in_order():
-        if job.settings.phase_a.learns_gaussians:
-            gaussians = job.teacher.gaussians(job.parameters(batch.ids))
-            job.teacher.predict(batch.images, gaussians, job.teacher.passes, generator)
+    for batch in teacher.batches(teacher.data.train).in_order():
+        if "gaussians" in teacher.forms:
+            gaussians = network.gaussians(teacher.parameters(batch.ids))
+            network.predict(batch.images, gaussians, network.passes, generator)
         else:
-            job.teacher(batch.images)
-    if job.device.type == "cuda":
+            network(batch.images)
+    if teacher.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
 

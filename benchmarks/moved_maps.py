@@ -50,7 +50,7 @@ def main() -> None:
     @torch.no_grad()
     def maps(images: Tensor) -> Tensor:
         """[B, L * H, T, T] of a teacher, on the CPU."""
-        return torch.cat(job.teacher.forward_with_maps(images)[1].blocks, dim=1).float().cpu()
+        return torch.cat(job.network.forward_with_maps(images)[2].blocks, dim=1).float().cpu()
 
     [batch] = batches.in_order(ids)
     own, grid = maps(batch.images), job.shape.grid

@@ -30,8 +30,8 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings, OptimSettings
 from gaupipe.settings.augment import AugmentSettings
-from gaupipe.teachers.readable_vit import VitTeacher
-from gaupipe.teachers.vit import load_vit
+from gaupipe.teachers.readable_vit import ReadableViT
+from gaupipe.teachers.vit import load_network
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model
 from gaupipe.vit.inputs import spread_of
@@ -65,7 +65,7 @@ def main() -> None:
     data = load_data(
         DataSettings(name="folder", root=arguments.data, image_size=64, train_images=images)
     )
-    teacher = load_vit(arguments.teacher, data, {})
+    teacher = load_network(arguments.teacher, data, {})
     spread = spread_of(teacher.model, data, teacher.takes)
     optim = OptimSettings(lr=arguments.lr)
     for rule in RULES:
@@ -101,7 +101,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
 
 
-def start(rule: str, teacher: VitTeacher, student: timm.models.VisionTransformer, spread: Tensor):
+def start(rule: str, teacher: ReadableViT, student: timm.models.VisionTransformer, spread: Tensor):
     """The slice of the teacher's weights by a rule."""
     asked = teacher.weights(), teacher.heads, teacher.grid, student, "slice"
     if rule == "principal components":

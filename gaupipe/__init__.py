@@ -15,7 +15,8 @@ if not runs_as_module():  # else __main__ first takes the current folder off the
     refuse_namesakes()
     # The command line answers before torch is there: a command imports what it needs.
     if "stages.cli" not in sys.modules:
-        import gaupipe.vit.jit  # noqa: F401
+        import gaupipe.vit.jit
+        import gaupipe.vit.resnet  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics, read_metrics
-from gaupipe.teachers.local import local_maps
+from gaupipe.teachers.base import outline
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.training.student import untrained_student
 from stages.runs.directory import RunDirectory
@@ -83,11 +83,12 @@ class Run:
                 f"{directory.path} has no teacher, whose maps these would be: its students were "
                 "trained on labels alone"
             )
-        if self.settings.phase_a.is_local:
+        if not self.settings.phase_a.kind.stored:
             if view is not None:
                 raise UserError(f"view={view}: local has the same maps for all views")
             student = untrained_student(self.settings, self.data)
-            maps = local_maps(self.settings, student)
+            maps = outline(self.settings, self.data).constant_maps(student)
+            assert maps is not None
             image_ids = checked(ids, len(self.data.train), f"images in {self.directory.path}")
             return [
                 maps.map(layer).expand(len(image_ids), -1, -1, -1) for layer in range(maps.layers)

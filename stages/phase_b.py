@@ -8,23 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import store
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.job import PRELOAD_BYTES
+from gaupipe.distillation.job import PRELOAD_BYTES, build_without_store
 from gaupipe.distillation.job import build as build_distilled
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers import local
-from gaupipe.teachers.readable_vit import VitTeacher
+from gaupipe.teachers.base import outline
 from gaupipe.training.job import Training, train
 from gaupipe.training.job import build as build_plain
 from gaupipe.training.student import build_student
-from gaupipe.vit.inputs import spread_of
 from stages.runs import kept_epochs, students
 from stages.runs.directory import RunDirectory
 from stages.runs.opening import opened
@@ -69,28 +65,15 @@ def start(request: StudentRequest, data: ImageData, afresh: bool) -> Training:
     teacher = request.teacher
     job = build(settings, data, teacher, request.maps_url, afresh)
     if teacher is not None and settings.phase_b.warm_start != "none" and afresh:
-        vit = load_teacher(teacher, data, with_images=False, now=settings).teacher
+        loaded = load_teacher(teacher, data, with_images=False, now=settings)
         how = settings.phase_b.warm_start
-        weights = vit.weights()
         spread = None
         if how == "slice":
-            spread = spread_of(vit.model, data, vit.takes)
-        start_from_teacher(job.student, how, weights, vit.heads, vit.grid, spread)
-        return replace(job, remarks=[*job.remarks, *remarks_on_scaling(vit, data)])
+            spread = loaded.spread()
+        shape = loaded.shape
+        start_from_teacher(job.student, how, loaded.weights(), shape.heads, shape.grid, spread)
+        return replace(job, remarks=[*job.remarks, *loaded.remarks()])
     return job
-
-
-def remarks_on_scaling(teacher: Any, data: ImageData) -> list[str]:
-    """A line where a student that starts with the weights of a ``teacher`` gets images that are
-    normalised otherwise than these weights expect."""
-    if not isinstance(teacher, VitTeacher):  # which was trained on this data
-        return []
-    takes = teacher.takes
-    if np.allclose([takes.mean, takes.std], [data.mean, data.std], atol=1e-3):
-        return []
-    mean, std = ([round(value, 4) for value in values] for values in (takes.mean, takes.std))
-    wanted = f"data.scaling={{mean: {mean}, std: {std}}}"
-    return [f"the weights that it starts with expect {wanted}, and its images have another one"]
 
 
 def build(
@@ -107,8 +90,8 @@ def build(
         return build_plain(settings, data, afresh)
     device = select_device(settings.device, settings.threads)
     student = build_student(settings, data, settings.student_training, trained=afresh).to(device)
-    if settings.phase_a.is_local and maps_url is None:
-        return local.build(settings, data, device, student)
+    if not settings.phase_a.kind.stored and maps_url is None:
+        return build_without_store(outline(settings, data), student)
     url = maps_url or str(teacher.maps)
     maps = store.open(
         url,
@@ -116,4 +99,11 @@ def build(
         teacher_sha256=teacher.teacher_digest() if maps_url is None else None,
         preload_bytes=PRELOAD_BYTES,
     )
-    return build_distilled(settings, data, device, student, maps)
+    unlabelled = None
+    if data.unlabelled is not None:
+        unlabelled = store.open(
+            str(teacher.unlabelled_maps),
+            dataset_sha256=data.unlabelled_sha256,
+            preload_bytes=PRELOAD_BYTES,
+        )
+    return build_distilled(settings, data, device, student, maps, unlabelled)

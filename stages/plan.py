@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
-import torch
 from rich.table import Column, Table
 from timm.models import get_pretrained_cfg, is_model
 from timm.models.vision_transformer import VisionTransformer
@@ -18,15 +17,12 @@ from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import planned_export
+from gaupipe.distillation.student import check_student
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.teachers import gaussian as gaussian_teacher
-from gaupipe.teachers import local
-from gaupipe.teachers import vit as vit_teacher
-from gaupipe.teachers.base import MapShape
-from gaupipe.teachers.vit import build_model
+from gaupipe.teachers.base import outline
 from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student
 from stages.runs.resources import (
@@ -147,13 +143,13 @@ def plan_phases(
     train = settings.student_training
     built = checked_student(settings, data, train)
     student = plan_student(settings, built, data, "distilled", train, world_size)
-    if settings.phase_a.is_local:
-        local.checked_job(settings, data)
+    teacher = outline(settings, data)
+    if not teacher.kind.stored:
+        check_student(teacher)
         return {"phase_b": student}, 0
-    teacher = build_teacher(settings, data)
-    export = planned_export(settings, teacher, MapShape.of(teacher), MapShape.of(built))
-    needs = make_plan(settings, teacher, data, images, world_size)
-    schema = planned_schema(settings, teacher, export, data, images)
+    export = planned_export(teacher)
+    needs = make_plan(teacher, images, world_size)
+    schema = planned_schema(teacher, export, images)
     stored, files = store_size(teacher, schema)
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
     stages: dict[str, Stage] = {
@@ -166,7 +162,7 @@ def plan_phases(
         },
         "export": {
             "model": f"store ({export.kind})",
-            "memory_bytes": export_memory(settings, teacher, data, schema, world_size=world_size),
+            "memory_bytes": export_memory(teacher, schema, world_size=world_size),
             "disk_bytes": stored,
             "files": files,
         },
@@ -194,18 +190,6 @@ def plan_student(
         # two checkpoints, each with the weights of the best epoch, and two students for timm
         "disk_bytes": 4 * parameters * (2 * (copies(ema) + 1) + 2),
     }
-
-
-def build_teacher(settings: Settings, data: ImageData) -> Any:
-    """The teacher as phase A starts with it: one that phase A trains on torch's meta device, where
-    it takes no memory."""
-    phase = settings.phase_a
-    if phase.teacher == "vit":
-        return build_model(settings, data, "meta")
-    if not phase.learns_gaussians:
-        return vit_teacher.build(settings, data).teacher
-    with torch.device("meta"):
-        return gaussian_teacher.build_teacher(settings, data)
 
 
 def mistake_in(check: Callable[[], None]) -> str | None:

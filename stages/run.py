@@ -70,7 +70,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
     export.ensure(run_dir, export=settings.export, data=data, now=settings)
     lines = []
-    if not settings.phase_a.is_local:
+    if settings.phase_a.kind.stored:
         lines.append(line_of_teacher(teacher, len(data.val)))
     for distilled, how in students.items():
         folder = run_directory.student(attention, distilled)
@@ -81,7 +81,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         lines.append(line(f"{attention}, {how}", metrics, folder, len(data.val)))
     if False in students and distributed.is_main():
         say_if_shorter(run_directory, attention, settings.baseline_epochs)
-    was_trained = teacher[-1]["epoch"] == 0 and not settings.phase_a.is_local
+    was_trained = teacher[-1]["epoch"] == 0 and settings.phase_a.kind.stored
     if was_trained and distributed.is_main():  # which shows the table
         lines = with_sizes(lines, run_directory, settings, data)
     return lines
@@ -90,8 +90,8 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
 def how_distilled(settings: Settings) -> str:
     """How the student of phase B is made, in words."""
     phase = settings.phase_b
-    if settings.phase_a.is_local:
-        return "local"
+    if not settings.phase_a.kind.stored:
+        return settings.phase_a.teacher
     if phase.alpha == phase.gamma == 0 and phase.warm_start != "none":
         return "from the teacher"
     return "distilled"
@@ -124,7 +124,7 @@ def with_sizes(
     """The lines of a trained teacher, its student and the baseline, if there is one, with their
     parameters and speeds."""
     job = load_teacher(run, data, now=settings)
-    models = [(job.teacher.model, job.teacher.takes.size)]
+    models = [job.timed()]
     for distilled in (True, False)[: len(lines) - 1]:
         student = load_student(run.path, settings.model.attention, distilled)
         models += [(student.model, data.image_size)]

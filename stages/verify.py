@@ -12,14 +12,14 @@ import torch
 
 import store
 from gaupipe.data.batches import Batches
-from gaupipe.distillation.export import decoder, outputs
+from gaupipe.distillation.export import Exported, decoder, outputs
 from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
-from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.files import open_model
 from gaupipe.teachers.notes import StoreNotes
-from gaupipe.teachers.probe import fit_probe
 from gaupipe.teachers.vit import other_teacher
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher
@@ -53,9 +53,10 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     teacher's.
     """
     job = teacher_of_store(url, run_dir)
-    maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=job.sha256)
+    images = Exported.of(store.open(url).schema, job.data)
+    maps = store.open(url, dataset_sha256=images.sha256, teacher_sha256=job.sha256)
     differences = list(differing_decoder(maps, job))
-    batches = job.batches(job.data.train)
+    batches = job.batches(images.split)
     size = batches.batch_size
     spans = [
         (start, min(start + size, shard.stop))
@@ -89,7 +90,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     return differences
 
 
-def teacher_of_store(url: str, run_dir: Path | None) -> TeacherJob[Any]:
+def teacher_of_store(url: str, run_dir: Path | None) -> Teacher:
     """Loads the teacher whose maps a store holds: the run's, or a trained ViT that the export was
     given in its place."""
     schema = store.open(url).schema
@@ -105,18 +106,19 @@ def teacher_of_store(url: str, run_dir: Path | None) -> TeacherJob[Any]:
         run_dir = folder.parent
     directory = RunDirectory(run_dir)
     teacher = notes.teacher
-    if directory.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
-        job = load_teacher(directory)
+    own = directory.teacher_digest() == schema.teacher_sha256
+    if own or teacher is None or teacher in TEACHERS:
+        job = load_teacher(directory, directory.load_data(directory.settings(), unlabelled=True))
     else:
         settings = directory.settings()
-        data = directory.load_data(settings)
+        data = directory.load_data(settings, unlabelled=True)
         job = other_teacher(settings, data, teacher, notes.teacher_args)
-    if notes.probe and job.probe is None:
-        job.probe = fit_probe(job)
+    if notes.probe:
+        job.prepare_export()
     return job
 
 
-def differing_decoder(maps: store.Store, job: TeacherJob[Any]) -> Iterator[str]:
+def differing_decoder(maps: store.Store, job: Teacher) -> Iterator[str]:
     """Names the arrays of a store's decoder that are not the teacher's."""
     stored = maps.decoder()
     teachers = decoder(job, maps.schema.kind) or {}
@@ -130,7 +132,7 @@ def differing_decoder(maps: store.Store, job: TeacherJob[Any]) -> Iterator[str]:
 
 def differing_images(
     maps: store.Store,
-    job: TeacherJob[Any],
+    job: Teacher,
     ids: np.ndarray,
     stored: dict[str, np.ndarray],
     teachers: dict[str, np.ndarray],
@@ -139,7 +141,7 @@ def differing_images(
     Predictions are left out."""
     schema = maps.schema
     names = [name for name in stored if name != "logits"]
-    if schema.has_maps and not job.settings.phase_a.learns_gaussians:
+    if schema.has_maps and not job.is_exact:
         # whole maps, as the choice of keys may turn out otherwise on another machine
         names = [name for name in names if name not in schema.kind_class.arrays(schema)]
         read = MAP_KINDS[schema.kind].reader(maps, torch.device("cpu"))
@@ -189,9 +191,7 @@ def total_variation(*logits: np.ndarray) -> np.ndarray:
     return ((first - second).abs().sum(1) / 2).numpy()
 
 
-def noise(
-    job: TeacherJob[Any], schema: store.Schema, batches: Batches, span: tuple[int, int]
-) -> float:
+def noise(job: Teacher, schema: store.Schema, batches: Batches, span: tuple[int, int]) -> float:
     """Twice the mean total variation between predictions of a batch from different draws: a kind of
     device other than the export's draws other random numbers."""
 

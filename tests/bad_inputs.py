@@ -961,7 +961,7 @@ DATA = [
     ),
     Row(
         "evaluate --run-dir plain",
-        "folder",
+        "pictures",
         remove("pictures/train/cat/3.png"),
     ),
 ]

@@ -665,7 +665,10 @@ def test_a_file_that_was_changed_makes_other_trainings(tmp_path, monkeypatch):
     vit = load("digits_expected", [*TINY, "model.attention=standard"])
     phase_b.train_student(vit, tmp_path / "vit", teacher=None)
     folder = tmp_path / "vit" / "student"
-    base = load("digits_expected", [*TINY, f"phase_a.teacher=local-dir:{folder}"])
+    base = load(
+        "digits_expected",
+        [*TINY, f"phase_a.teacher=local-dir:{folder}", "phase_a.teacher_args={num_classes: 0}"],
+    )
     monkeypatch.setitem(ATTENTION, "mine", ATTENTION["belief"])
     own = tmp_path / "mine.py"
     own.write_text("first")

@@ -21,7 +21,7 @@ from damage import contents, differing
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
 from gaupipe.system import distributed
-from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers.gaussian import GaussianTeacher
 from killing import KILLED, AtFile, until_it_ends
 from pictures import write_idx
 from runs import named_like_packages, results
@@ -109,9 +109,9 @@ def weights_of_ranks(settings: Settings, run_dir: Path) -> None:
     from gaupipe.data.splits import load_data
 
     with distributed.process_group():
-        job = gaussian_teacher.build(settings, run_dir, load_data(settings.data))
-        state = gaussian_teacher.training_state(job)
-        gaussian_teacher.train(job, state, run_dir)
+        job = GaussianTeacher.build(settings, load_data(settings.data), run_dir)
+        state = job.training_state()
+        job.train(state, run_dir)
         weights = torch.cat([one.flatten() for one in state.modules.state_dict().values()])
         print(f"weights {weights.tolist()}, buckets {sorted(job.per_image.records)}")
 
@@ -288,7 +288,8 @@ def machines(tmp_path_factory) -> Path:
 PHASE_A = ["phase-a", "digits", *sets(*TINY), "--run-dir", "NEW"]
 EXPORT = ["export-maps", "--run-dir", "RUN", "--out"]
 FASHION = sets("data.name=fashion_mnist", "data.train_images=80")
-TEACHER = ["--teacher", "local-dir:/proc/self/cwd/teacher"]
+NO_HEAD = ["--set", "phase_a.teacher_args.num_classes=0"]
+TEACHER = ["--teacher", "local-dir:/proc/self/cwd/teacher", *NO_HEAD]
 
 
 @pytest.mark.parametrize(

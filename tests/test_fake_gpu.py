@@ -21,11 +21,11 @@ from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import MapReader, StudentLosses
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings.load import load
-from gaupipe.teachers import gaussian as gaussian_teacher
-from gaupipe.teachers.gaussian import TeacherLoss
+from gaupipe.teachers.gaussian import GaussianTeacher, TeacherLoss
+from gaupipe.teachers.gaussian_vit import GaussianViT
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.job import LabelLosses
-from stages import phase_a, phase_b
+from stages import phase_b
 from stages.runs.directory import RunDirectory
 
 CUDA = torch.device("cuda")
@@ -49,7 +49,7 @@ def gpu(monkeypatch):
     one_batch = really(lambda self, requests: [fetch(self.source, requests[0])])
     monkeypatch.setattr(Loader, "__call__", one_batch)
     monkeypatch.setattr(ImageState, "read", really(ImageState.read))
-    monkeypatch.setattr(phase_a.Teacher, "noise", noise)
+    monkeypatch.setattr(GaussianViT, "noise", noise)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -105,7 +105,7 @@ def test_a_step_of_a_student(student_job, gpu):
 def teacher_job(request, tmp_path):
     small = ["model.args={embed_dim: 16, depth: 2, num_heads: 2}", "data.batch_size=20", AUGMENT]
     settings = load("digits_expected", [*small, f"phase_a.{request.param}"])
-    return gaussian_teacher.build(settings, tmp_path, load_data(settings.data, False))
+    return GaussianTeacher.build(settings, load_data(settings.data, False), tmp_path)
 
 
 TEACHERS = ["mode=expected", "mode=stochastic", "per_image=table", "per_image=embedding"]
@@ -113,15 +113,15 @@ TEACHERS = ["mode=expected", "mode=stochastic", "per_image=table", "per_image=em
 
 @pytest.mark.parametrize("teacher_job", TEACHERS, indirect=True)
 def test_a_step_of_a_teacher_and_its_export(teacher_job, gpu):
-    job = replace(teacher_job, device=CUDA, teacher=teacher_job.teacher.to(CUDA))
+    job = replace(teacher_job, device=CUDA, network=teacher_job.network.to(CUDA))
     batch = next(job.batches(job.data.train, 20).epoch(0, Augment(job.settings.augment, 0)))
     parameters = job.per_image and job.per_image.gather(batch.ids, CUDA)
     sampled = job.settings.phase_a.mode == "stochastic"
-    noise = job.teacher.noise(batch.images, None) if sampled else None
-    logits, attention = job.forward_with_maps(batch, None)
-    check_device(TeacherLoss(job)(batch, parameters, noise), logits)
+    noise = job.network.noise(batch.images, None) if sampled else None
+    made = job.outputs(batch, None, image_ids=batch.ids)
+    check_device(TeacherLoss(job)(batch, parameters, noise), made.logits)
     for name, kind in MAP_KINDS.items():
-        if kind.refusal(job.teacher, job.per_image is not None) is None:
-            check_device(
-                *kind.arrays(attention, 4 if name == "topk" else None, torch.float32).values()
-            )
+        if kind.refusal(job.forms) is None:
+            k = 4 if name == "topk" else None
+            arrays = kind.arrays(made.attention, k, torch.float32)
+            check_device(made.logits, *arrays.values())

@@ -17,7 +17,7 @@ from gaupipe.models import convert, forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.gaussian_vit import Teacher
+from gaupipe.teachers.gaussian_vit import GaussianViT
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
 from stages import phase_a, phase_b
@@ -51,9 +51,9 @@ def vit(**options) -> torch.nn.Module:
     ).eval()
 
 
-def teacher_of(parametrisation: str = "loc_scale") -> Teacher:
+def teacher_of(parametrisation: str = "loc_scale") -> GaussianViT:
     """One that has learned: nothing is at its start."""
-    teacher = Teacher(vit(attention="gaussian"), parametrisation).eval()
+    teacher = GaussianViT(vit(attention="gaussian"), parametrisation).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in teacher.parameters():
@@ -112,9 +112,9 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     run, data = RunDirectory(run_dir), load_data(load("digits_expected").data)
     job = phase_b.build(run.settings(), data, run)
     loaded = load_teacher(run, data)
-    hand_over(job.student, loaded.teacher.weights())
+    hand_over(job.student, loaded.weights())
     batch = next(loaded.batches(data.val).in_order())
-    expected, _maps = loaded.forward_with_maps(batch, torch.Generator())
+    expected = loaded.outputs(batch, torch.Generator(), image_ids=None).logits
     predictions = job.student.eval()(batch.images).log_softmax(-1)
     torch.testing.assert_close(predictions, expected, atol=1e-5, rtol=1e-4)
     batch = next(loaded.batches(data.train).in_order())

@@ -120,11 +120,11 @@ def test_every_stage_of_a_continued_run_has_the_threads_of_its_command(
     assert code == 0, err
     threads = []
 
-    def recorded(settings, *arguments, build=vit_teacher.build):
+    def recorded(settings, *arguments, load=vit_teacher.load_teacher):
         threads.append(settings.threads)
-        return build(settings, *arguments)
+        return load(settings, *arguments)
 
-    monkeypatch.setattr(vit_teacher, "build", recorded)
+    monkeypatch.setattr(vit_teacher, "load_teacher", recorded)
     code, _, err = in_process(*command, *TINY, *sets("threads=2"))
     assert code == 0, err
     assert set(threads) == {2} and len(threads) >= 3  # the export, the slice, the table

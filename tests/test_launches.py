@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import store
+from gaupipe.data.batches import Batch
 from gaupipe.data.buckets import Buckets
 from gaupipe.data.draws import RANDAUGMENT, uniforms
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation import job as distillation
+from gaupipe.distillation.job import build_without_store
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.load import load
-from gaupipe.teachers import gaussian as gaussian_teacher
-from gaupipe.teachers import local
-from gaupipe.teachers.base import MapShape
+from gaupipe.teachers.base import MapShape, outline
+from gaupipe.teachers.gaussian import GaussianTeacher
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import Epoch
 from gaupipe.training.job import build, train, training_state
@@ -116,9 +117,9 @@ def operations_of_a_step(
     seen = Operations()
     steps: list[int] = []
 
-    def add(epoch: Epoch, images: int, **values: Tensor) -> None:
-        finish_batch(epoch, images, **values)
-        steps.append(images)
+    def add(epoch: Epoch, batch: Batch, **values: Tensor) -> None:
+        finish_batch(epoch, batch, **values)
+        steps.append(len(batch))
         if len(steps) == 2:
             raise Seen
         states = epoch.loop.update.state.optimizer.state.values()
@@ -136,8 +137,8 @@ def operations_of_a_step(
 
 
 def train_teacher(settings: Settings, data: ImageData, folder: Path) -> None:
-    teacher = gaussian_teacher.build(settings, folder, data)
-    gaussian_teacher.train(teacher, gaussian_teacher.training_state(teacher), folder)
+    teacher = GaussianTeacher.build(settings, data, folder)
+    teacher.train(teacher.training_state(), folder)
 
 
 def train_plainly(settings: Settings, data: ImageData, folder: Path) -> None:
@@ -147,7 +148,7 @@ def train_plainly(settings: Settings, data: ImageData, folder: Path) -> None:
 
 def train_with_local_maps(settings: Settings, data: ImageData, folder: Path) -> None:
     job = build(settings, data)
-    job = local.build(settings, data, job.device, job.student)
+    job = build_without_store(outline(settings, data), job.student)
     train(job, training_state(job), folder, "")
 
 

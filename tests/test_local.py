@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import gaupipe
 from gaupipe.attention.base import StudentAttention
+from gaupipe.distillation.job import constant_maps
 from gaupipe.distillation.losses import ConstantMaps, FeatureLoss, TeacherMaps
 from gaupipe.maps.gaussians import local_map
 from gaupipe.models import forward_with_maps
@@ -19,7 +20,7 @@ from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
 from gaupipe.teachers.base import MapShape
-from gaupipe.teachers.local import LocalMaps, local_maps, wrong_places
+from gaupipe.teachers.local import LocalMaps, LocalTeacher, wrong_places
 
 STDS = [0.7, 1.5, 3.0, 0.7]
 
@@ -193,6 +194,14 @@ def test_patches_that_are_never_dropped_are_named(tmp_path, in_process):
     assert "drops nothing" in in_process("phase-b", "--run-dir", tmp_path / "run")[2]
 
 
+def teacher_of(settings):
+    return LocalTeacher(settings, None, torch.device("cpu"))
+
+
+def maps_of(settings, student):
+    return teacher_of(settings).constant_maps(student)
+
+
 def test_a_student_is_pulled_towards_the_gaussians(local_run):
     settings = load(local_run / "config.yaml")
     run = gaupipe.open_run(local_run)
@@ -200,7 +209,7 @@ def test_a_student_is_pulled_towards_the_gaussians(local_run):
     assert [tuple(block.shape) for block in maps] == [(3, 2, 16, 16)] * 2
     expected = torch.from_numpy(oracle((4, 4), [0.8, 2.0])).float()
     torch.testing.assert_close(maps[1][2], expected, rtol=1e-5, atol=1e-7)
-    assert local_maps(settings, run.student()).heads == 2
+    assert maps_of(settings, run.student()).heads == 2
     first, last = run.metrics("attentionx")
     assert last["loss_feat"] < first["loss_feat"]
     assert run.metrics("phase_a")[0]["train_acc"] is None
@@ -209,7 +218,7 @@ def test_a_student_is_pulled_towards_the_gaussians(local_run):
 def test_wrong_places_are_the_same_for_one_seed_and_others_for_another(local_run):
     def maps(*overrides: str) -> torch.Tensor:
         settings = load("digits_expected", [*SMALL, *overrides])
-        return local_maps(settings, gaupipe.open_run(local_run).student()).map(0)
+        return maps_of(settings, gaupipe.open_run(local_run).student()).map(0)
 
     right, wrong = maps(), maps("phase_a.local.permuted=true")
     torch.testing.assert_close(wrong, maps("phase_a.local.permuted=true"), rtol=0, atol=0)
@@ -260,7 +269,7 @@ def test_a_comparison_has_wrong_places_and_uniform_maps_as_controls(tmp_path):
     options: dict = {"sweep": None, "only": [], "jobs": 1}
     compare.run(settings, folder, students=["standard"], seeds=[0], **options)
     trained = [load(path) for path in (folder / "students").glob("*/config.yaml")]
-    local = [one.phase_a.local for one in trained if one.phase_a.is_local]
+    local = [one.phase_a.local for one in trained if one.phase_a.teacher == "local"]
     kinds = sorted((one.permuted, one.std) for one in local)
     assert kinds == [(False, [0.8, 2.0]), (False, [math.inf]), (True, [0.8, 2.0])]
     assert {one.phase_b.alpha for one in trained} == {0.0}
@@ -274,4 +283,4 @@ def test_an_attention_without_maps_is_refused():
     model = student("standard")
     model.blocks[0].attn = Blind(32, 4)
     with pytest.raises(UserError, match=r"Blind compares no queries .* set phase_b.gamma=0"):
-        local_maps(load("digits_expected", ["phase_a.teacher=local"]), model)
+        constant_maps(teacher_of(load("digits_expected", ["phase_a.teacher=local"])), model)

@@ -6,7 +6,7 @@ import torch
 
 from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map
 from gaupipe.maps.views import from_top_k, move_map, pool_map, top_k, without_prefix
-from gaupipe.teachers import gaussian
+from gaupipe.teachers import gaussian_vit as gaussian
 from gaupipe.teachers.readable_vit import VitMaps
 
 GRIDS = [(4, 4), (3, 5), (1, 6), (5, 1)]

@@ -109,10 +109,10 @@ def test_a_view_and_its_maps_belong_together(tmp_path):
     run = gaupipe.open_run(tmp_path / "run")
     with pytest.raises(UserError, match=r"3 views of each image.*maps\(ids, view=0\)"):
         run.maps([5])
-    teacher = load_teacher(run.directory).teacher
+    teacher = load_teacher(run.directory).network
     ids = range(8)
     for view in range(3):
-        maps = teacher.forward_with_maps(run.images(ids, view=view))[1].maps()[:, 0]
+        maps = teacher.forward_with_maps(run.images(ids, view=view))[2].maps()[:, 0]
         torch.testing.assert_close(run.maps(ids, view=view)[0], maps, atol=2e-3, rtol=1e-2)
     assert not torch.equal(run.images(ids, view=0), run.images(ids, view=1))
     for view in (3, -1, True, 1.5):

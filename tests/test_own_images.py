@@ -175,7 +175,7 @@ def test_a_trained_teacher_leaves_the_student_all_epochs():
 
 def test_a_teacher_that_costs_nothing_fits_the_heads_and_leaves_the_student_all_epochs():
     settings = proposed()
-    assert settings.phase_a.is_local
+    assert settings.phase_a.teacher == "local"
     assert len(settings.phase_a.local.std) == settings.model.args["num_heads"] == 2
     epochs = settings.student_training.epochs
     assert epochs == settings.baseline_training.epochs
@@ -293,11 +293,11 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
     assert "'gaupipe train --data mine' does without a teacher, in half the time or less" in lines
     for row in ("teacher (phase A)", "standard, distilled", "standard, plain"):
         assert row in out
-    first = tmp_path / "runs" / "mine"
+    first = tmp_path / "runs" / "mine-vit"
     student = metrics(first / "phase_b" / "standard" / "metrics.jsonl")
     assert len(student) == 2
 
-    code, again, err = in_process("run", "--data", str(tmp_path / "mine"), cwd=tmp_path)
+    code, again, err = in_process("run", "--data", tmp_path / "mine", *teacher, cwd=tmp_path)
     assert (code, "goes on with the settings" in err) == (0, True), err
     assert "epoch 1/" not in err
     assert again.splitlines()[1:] == out.splitlines()[1:]
@@ -309,7 +309,7 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
         assert metrics(tmp_path / "other" / path) == metrics(first / path)
 
     code, out, err = in_process(
-        "run", "--data", "mine", "--set", "data.image_size=16", cwd=tmp_path
+        "run", "--data", "mine", *teacher, "--set", "data.image_size=16", cwd=tmp_path
     )
     assert (code, out) == (2, "") and "image_size is 8, asked 16" in err.splitlines()[-1], err
 

@@ -19,15 +19,15 @@ from exports import write_store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.job import MapsOfEpoch, other_images
+from gaupipe.distillation.job import MapsOfEpoch, StoredImages, other_images
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import forward_with_maps
-from gaupipe.settings import OptimSettings
+from gaupipe.settings import OptimSettings, PhaseBSettings
 from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.gaussian import build_teacher
+from gaupipe.teachers.base import outline
 from gaupipe.training import job as training_job
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import classification_metrics
@@ -295,7 +295,7 @@ def test_maps_are_read_in_the_epochs_that_compare_them(run_dir):
     job = phase_b.build(settings, load_data(settings.data), RunDirectory(run_dir))
     for epoch, names in enumerate([{"gaussians"}, set(), set()]):
         (read,) = job.epochs[epoch].maps.prefetch([np.arange(5)])
-        assert set(read) == names | {"logits", "labels"}
+        assert set(read) == names | {"logits"}
 
 
 def test_shuffled_maps_are_seldom_those_of_the_same_batch():
@@ -311,16 +311,15 @@ def test_shuffled_maps_are_seldom_those_of_the_same_batch():
 
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     maps = store.open(run_dir / "maps.zarr")
-    shuffled = MapsOfEpoch(maps, others=other_images(len(maps), seed=0))
+    images = StoredImages(maps, PhaseBSettings(shuffle_maps=True), seed=0)
+    shuffled = MapsOfEpoch([images], 0, with_maps=True)
     first, second = np.random.default_rng(1).permutation(1437), np.arange(1437)
     (one,), (other,) = list(shuffled.prefetch([first])), list(shuffled.prefetch([second]))
     own = maps.gather(second)
-    assert shuffled.others is not None and not (shuffled.others == second).any()
+    assert images.of_maps is not None and not (images.of_maps == second).any()
     assert not (other["gaussians"] == own["gaussians"]).reshape(1437, -1).all(1).any()
     assert np.array_equal(one["gaussians"], other["gaussians"][first])  # whatever the order
-    assert np.array_equal(other["logits"], own["logits"]) and np.array_equal(
-        other["labels"], own["labels"]
-    )
+    assert np.array_equal(other["logits"], own["logits"])
     taken = np.sort(other["gaussians"].reshape(1437, -1), axis=0)
     assert np.array_equal(
         taken, np.sort(own["gaussians"].reshape(1437, -1), axis=0)
@@ -346,8 +345,7 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     )
     settings = settings.with_section("model", attention=key)
     data = load_data(settings.data)
-    teacher = build_teacher(settings, data)
-    check_student(settings, data, teacher, teacher.weights())
+    check_student(outline(settings, data))
     rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
     assert rows[-1]["val_acc"] > 0.4  # chance is 0.1
     assert 0 < rows[-1]["loss_feat"] < rows[0]["loss_feat"]

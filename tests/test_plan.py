@@ -21,8 +21,8 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings.load import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError, mistake_of
-from gaupipe.teachers import gaussian as gaussian_teacher
-from gaupipe.teachers.gaussian_vit import Teacher
+from gaupipe.teachers.gaussian import GaussianTeacher
+from gaupipe.teachers.gaussian_vit import GaussianViT
 from stages import plan
 from stages.runs import resources
 from stages.runs.resources import check_resources, make_plan
@@ -36,10 +36,13 @@ def planned(name, images, compression=None, phase_a=None, **model):
     """The plan of so many images, from a teacher that takes no memory."""
     with torch.device("meta"):
         vit = timm.create_model(name, attention="gaussian", **model)
-        teacher = Teacher(vit, "paper" if "tiny" in name else "loc_scale", compression=compression)
+        network = GaussianViT(
+            vit, "paper" if "tiny" in name else "loc_scale", compression=compression
+        )
     train = MagicMock(source=None, **{"__len__.return_value": images})
     data = SimpleNamespace(train=train, val=None, test=None, num_classes=10)
-    return make_plan(settings(**(phase_a or {})), teacher, data)
+    teacher = GaussianTeacher(settings(**(phase_a or {})), data, torch.device("cpu"), network)
+    return make_plan(teacher)
 
 
 def atto(images=50_000, **phase_a):
@@ -81,8 +84,8 @@ def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_sett
     """What a real store holds of the images, read by zarr, and what its images share."""
     changes = {"data": {"train_images": 50}, "export": {"kind": kind}}
     config = parse({**changes, "phase_a": phase_a_settings}, "test")
-    job = gaussian_teacher.build(config, tmp_path, load_data(config.data))
-    schema = make_schema(job, chosen(config))
+    job = GaussianTeacher.build(config, load_data(config.data), tmp_path)
+    schema = make_schema(job, chosen(job))
     store.create(str(tmp_path / "maps.zarr"), schema, decoder=decoder(job, kind))
     group = zarr.open_group(tmp_path / "maps.zarr", mode="r")
     names = ("gaussians", "maps", "embeddings", "logits", "labels")
@@ -266,7 +269,7 @@ def test_an_export_of_large_maps_takes_fewer_images_at_once(monkeypatch, tmp_pat
     digits = load("digits_expected", [*config, "export.kind=dense"])
     of_batch = plan.run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
     monkeypatch.setattr(
-        "gaupipe.teachers.base.MOST_NUMBERS", 50 * 4 * 4 * 16**2
+        "gaupipe.teachers.vit.MOST_NUMBERS", 50 * 4 * 4 * 16**2
     )  # 50 images, all blocks
     fewer = plan.run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
     maps = 4 * 150 * 2 * 4 * 16**2  # 150 images less, stored blocks, heads, tokens

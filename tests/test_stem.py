@@ -15,8 +15,8 @@ from gaupipe.distillation.warm_start import warm_start
 from gaupipe.settings import OptimSettings, Settings
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
-from gaupipe.teachers import vit as vit_teacher
-from gaupipe.teachers.gaussian import build_teacher
+from gaupipe.teachers.gaussian import build_network
+from gaupipe.teachers.vit import build_model
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student, untrained_student
 from gaupipe.vit.stem import ConvPatchEmbed
@@ -117,11 +117,11 @@ def test_the_average_of_weights_has_an_average_of_the_statistics():
 
 def test_student_baseline_and_trained_teachers_have_the_stem():
     settings = load("digits_expected", ["model.stem=conv"])
-    teacher = build_teacher(settings, DIGITS)
+    teacher = build_network(settings, DIGITS)
     for vit in (
         student_of(settings),
         untrained_student(settings, DIGITS),
-        vit_teacher.build_model(settings, DIGITS),
+        build_model(settings, DIGITS),
         teacher.vit,
     ):
         assert isinstance(vit.patch_embed, ConvPatchEmbed)

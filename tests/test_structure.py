@@ -16,11 +16,11 @@ ROOMS = {
     "store": set(),
     "gaupipe.attention": {"gaupipe.maps"},
     "gaupipe.settings": {"gaupipe.attention", "store"},
-    "gaupipe.vit": {"gaupipe.settings"},
     "gaupipe.data": {"gaupipe.settings"},
-    "gaupipe.teachers": {"gaupipe.vit", "gaupipe.data"},
-    "gaupipe.training": {"gaupipe.teachers"},
-    "gaupipe.distillation": {"gaupipe.training", "store"},
+    "gaupipe.vit": {"gaupipe.data"},
+    "gaupipe.training": {"gaupipe.vit"},
+    "gaupipe.teachers": {"gaupipe.training", "store"},
+    "gaupipe.distillation": {"gaupipe.teachers"},
     "stages": {"gaupipe.distillation"},
     "stages.cli": {"stages"},
     "gaupipe": {"stages.cli", "gaupipe.vit"},
@@ -29,7 +29,7 @@ ROOMS = {
 ``gaupipe.system`` is below all but the store and the maps."""
 
 ALONE = {"store", "gaupipe.maps", "gaupipe.system"}
-READ_THE_STORE = {"gaupipe.distillation", "gaupipe.settings"}
+READ_THE_STORE = {"gaupipe.distillation", "gaupipe.settings", "gaupipe.teachers"}
 """Packages outside of stages that import store; the settings know the names of its kinds."""
 
 

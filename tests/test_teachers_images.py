@@ -21,9 +21,9 @@ from gaupipe.models import save_student
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import load
-from gaupipe.teachers.base import TeacherJob
-from gaupipe.teachers.readable_vit import VitTeacher
-from gaupipe.teachers.vit import build
+from gaupipe.teachers.base import outline
+from gaupipe.teachers.readable_vit import ReadableViT
+from gaupipe.teachers.vit import VitTeacher
 from pictures import photos
 from stages.run import run as run_all
 from stages.verify import against_teacher
@@ -74,9 +74,9 @@ def in_memory() -> ImageData:
     return ImageData("arrays", split, split, 2, 3, SMALL, **scaling)
 
 
-def job_of(data: ImageData) -> TeacherJob:
-    teacher = VitTeacher(small(size=LARGE, patch_size=8), data, "vit")
-    return TeacherJob(load("digits"), data, CPU, teacher)
+def job_of(data: ImageData) -> VitTeacher:
+    teacher = ReadableViT(small(size=LARGE, patch_size=8), data, "vit")
+    return VitTeacher(load("digits"), data, CPU, teacher)
 
 
 def pixels_of(batch, takes) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_one_view_is_the_same_at_two_sizes(drawn, where, request):
     job, entries = job_of(data), np.arange(COUNT * VIEWS)
     batches = {
         SMALL: (Batches(data.train, data, CPU, 7), data),
-        LARGE: (job.batches(data.train, 7), job.teacher.takes),
+        LARGE: (job.batches(data.train, 7), job.network.takes),
     }
     full = where == "in_files" and "full size" in drawn
     geometry = places(data, augment, entries, full)
@@ -139,7 +139,7 @@ def places(data, augment, entries, full) -> list[tuple[np.ndarray, np.ndarray]]:
 def test_images_are_prepared_as_timm_prepares_them_for_the_teacher(in_files):
     """All of the middle square: a view of a student has no border that its teacher does not see."""
     job = job_of(in_files)
-    takes = job.teacher.takes
+    takes = job.network.takes
     transform = create_transform(
         (3, LARGE, LARGE),
         crop_pct=1.0,
@@ -165,7 +165,7 @@ def test_a_part_of_a_square_keeps_the_detail_of_its_file(tmp_path, in_files):
     small_views = next(Batches(in_files.train, in_files, CPU, 4).views(np.arange(4), drawer, 1))
     large_views = next(job.batches(in_files.train, 4).views(np.arange(4), drawer, 1))
     assert pixels_of(small_views, in_files).std() < 0.1
-    assert pixels_of(large_views, job.teacher.takes).std() > 0.3
+    assert pixels_of(large_views, job.network.takes).std() > 0.3
 
 
 def test_an_image_is_decoded_once_for_all_its_views(in_files, monkeypatch):
@@ -190,12 +190,12 @@ def test_batches_are_small_where_maps_are_large():
     data = SimpleNamespace(
         name="x", channels=3, num_classes=5, class_names=[], mean=(0.5,) * 3, std=(0.5,) * 3
     )
-    teacher = VitTeacher(small(size=256, patch_size=8), data, "vit")
+    teacher = ReadableViT(small(size=256, patch_size=8), data, "vit")
     numbers = 2 * 3 * (32 * 32 + 1) ** 2
     source = ArrayImages(np.zeros((20, 3, 8, 8), np.uint8), np.zeros(20))
     split = Split(source, np.arange(20))
     images = ImageData("x", split, split, 5, 3, 8, mean=(0.5,) * 3, std=(0.5,) * 3)
-    batches = TeacherJob(load("digits"), images, CPU, teacher).batches(split)
+    batches = VitTeacher(load("digits"), images, CPU, teacher).batches(split)
     assert batches.batch_size == 10**8 // numbers < 20
 
 
@@ -206,7 +206,8 @@ def test_a_run_takes_a_teacher_of_another_size_and_stores_what_its_student_compa
     named."""
     photos(tmp_path / "photos", size=(40, 30))
     vit = small(size=LARGE, patch_size=8, depth=5, num_classes=2)
-    save_student(vit, tmp_path / "vit", mean=(0.2,) * 3, std=(0.3,) * 3)
+    names = ["cat", "dog"]
+    save_student(vit, tmp_path / "vit", names, mean=(0.2,) * 3, std=(0.3,) * 3)
     settings = load(
         "digits",
         [
@@ -235,10 +236,10 @@ def test_a_run_takes_a_teacher_of_another_size_and_stores_what_its_student_compa
     data = load_data(settings.data)
     names = store.unpack_names(maps.gather(np.arange(len(maps)), ["names"])["names"])
     assert names == [name for name in data.train.names() for _ in range(2)]
-    job = build(settings, data)
+    job = outline(settings, data)
     augment = Augment(settings.augment, settings.seed, 16)
     batch = next(job.batches(data.train).views(np.arange(4), augment, 2))
-    _, seen = job.teacher.forward_with_maps(batch.images)
+    _, _, seen = job.network.forward_with_maps(batch.images)
     for place, block in enumerate((0, 4)):
         np.testing.assert_allclose(stored[:, place].sum(-1), 1, atol=2e-3)
         keys = shares() @ seen.blocks[block].numpy() @ shares().T

@@ -24,16 +24,18 @@ from exports import write_store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.job import MapsOfEpoch, identity_of_maps
+from gaupipe.distillation.job import MapsOfEpoch, StoredImages, identity_of_maps
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.warm_start import start_from_teacher, warm_start
 from gaupipe.maps.views import from_top_k, top_k
 from gaupipe.models import forward_with_maps, save_student
+from gaupipe.settings import PhaseBSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.base import outline
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.teachers.probe import fit_probe
 from gaupipe.teachers.readable_vit import has_standard_attention
@@ -205,14 +207,17 @@ def test_views_are_stored_and_drawn_again(run, drawn):
     data = load_data(settings.data)
     batches = Batches(data.train, data, torch.device("cpu"), 40)
     for epoch in (1, 4):
-        stored = MapsOfEpoch(maps, epoch % views)
+        whole = StoredImages(maps, PhaseBSettings(), 0)
+        stored = MapsOfEpoch([whole], epoch % views, with_maps=True)
         augment = Augment(settings.augment, settings.seed)
         batch = next(batches.epoch(epoch, augment, stored, epoch % views))
         assert batch.geometry is None
         oracle = teachers_maps(run, batch.images)
         read = MAP_KINDS["dense"].reader(maps, torch.device("cpu"))(batch.stored)
         assert (read.map(0) - oracle[:, 0]).abs().max() < 1e-3
-        assert np.array_equal(batch.stored["labels"], batch.labels.numpy())
+        entries = maps.gather(batch.ids.numpy() * views + epoch % views)
+        assert np.array_equal(entries["labels"], batch.labels.numpy())
+        assert np.array_equal(entries["logits"], batch.stored["logits"])
     drawn.clear()
     phase_b.run(run, "standard")
     assert drawn == [(0, True), (1, True)]
@@ -258,9 +263,9 @@ def test_maps_that_shifts_and_crops_would_move_are_spoken_of(run, capsys, augmen
 
 
 def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():
-    settings = settings_with("export.k=3")
-    assert chosen(settings, given={"kind": "topk"}).k == chosen(settings).k == 3
-    assert chosen(settings, given={"kind": "topk", "k": 5}).k == 5
+    teacher = outline(settings_with("export.k=3"), load_data(settings_with().data))
+    assert chosen(teacher, given={"kind": "topk"}).k == chosen(teacher).k == 3
+    assert chosen(teacher, given={"kind": "topk", "k": 5}).k == 5
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4])
@@ -350,7 +355,7 @@ def test_a_warm_start_takes_queries_and_keys_too(run):
     data = load_data(settings.data)
     write_store(run, {"kind": "topk"})
     job = phase_b.build(settings, data, RunDirectory(run))
-    teacher = load_teacher(RunDirectory(run), data).teacher
+    teacher = load_teacher(RunDirectory(run), data).network
     warm_start(job.student, teacher.weights())
     images = first_images(run, 8)
     torch.testing.assert_close(job.student.eval()(images), teacher(images))
@@ -779,7 +784,7 @@ def test_the_probe_of_phase_a_is_read_by_the_export(run, tmp_path, in_process, m
     phase_a.run(settings, tmp_path / "next")
     stored = tmp_path / "next" / "phase_a" / "probe.pt"
     with monkeypatch.context() as patch:
-        patch.setattr("gaupipe.teachers.vit.fit_probe", None)  # not called
+        patch.setattr("gaupipe.teachers.model.fit_probe", None)  # not called
         write_store(tmp_path / "next")
     whole = stored.read_bytes()
     saved = torch.load(stored, weights_only=True)
@@ -811,7 +816,7 @@ def test_classes_of_a_teacher_are_those_of_the_folders_by_name(tmp_path, in_proc
         run = tmp_path / f"run-{first}"
         command = ["phase-a", "--data", tmp_path / "photos", "--run-dir", run, *teacher, *changes]
         code, _, err = in_process(*command)
-        said = "fox: its 2 classes are not the 2 of folder: a linear probe on its features"
+        said = "fox: its 2 classes are not the 2 of photos: a linear probe on its features"
         assert (said in err) == (first == "fox")
         assert code == 0, err
         accuracies[first] = metrics(run / "phase_a/metrics.jsonl")[0]["train_acc"]

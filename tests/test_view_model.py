@@ -292,7 +292,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypa
     (repository / "refs" / "main").write_text("0" * 40)
     saved(repository / "snapshots" / ("0" * 40))
     job, note = open_model("hf-hub:somebody/mine", [pictures], to_look=True)
-    assert note == "" and job.teacher.prefix == 3 and job.data.image_size == 32
+    assert note == "" and job.network.prefix == 3 and job.data.image_size == 32
 
 
 def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():

@@ -15,8 +15,8 @@ import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.readable_vit import VitTeacher
-from gaupipe.teachers.vit import load_vit
+from gaupipe.teachers.loading import load_network, readable
+from gaupipe.teachers.readable_vit import ReadableViT
 from vits import TINY, randomised, small
 
 GAUVIT = "gauvit_pico_patch2_8"
@@ -71,9 +71,9 @@ def maps_by_numpy(model, tokens: torch.Tensor) -> list[np.ndarray]:
 )
 def test_maps_are_the_softmax_between_patches_renormalised(name, size, prefix):
     model, pictures = small(name, size), images(size=size)
-    teacher = VitTeacher(model, data(size, mean=0.485), name)
+    teacher = ReadableViT(model, data(size, mean=0.485), name)
     with torch.inference_mode():
-        logits, seen = teacher.forward_with_maps(pictures)
+        logits, _, seen = teacher.forward_with_maps(pictures)
         x = model.patch_embed(pictures)
         tokens = model.norm_pre(model.patch_drop(model._pos_embed(x)))
         whole = maps_by_numpy(model, tokens)
@@ -95,7 +95,7 @@ def test_maps_of_a_student_are_those_of_forward_with_maps(attention):
     same = data(8)
     same.mean, same.std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
     with torch.inference_mode():
-        shown, seen = VitTeacher(model, same, "student").forward_with_maps(images(size=8))
+        shown, _, seen = ReadableViT(model, same, "student").forward_with_maps(images(size=8))
         logits, log_maps = forward_with_maps(model, images(size=8))
     torch.testing.assert_close(shown, logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
     maps = [log_map.exp() for log_map in log_maps]
@@ -116,8 +116,8 @@ ENCODERS = {
 
 @pytest.mark.parametrize("name,size", ENCODERS.items())
 def test_encoders_that_people_use_show_maps(name, size):
-    teacher = VitTeacher(small(name, size), data(size), name)
-    logits, seen = teacher.forward_with_maps(images(size=size))
+    teacher = ReadableViT(small(name, size), data(size), name)
+    logits, _, seen = teacher.forward_with_maps(images(size=size))
     assert len(seen.blocks) == 2 and logits.shape == (2, 5)
     for maps in seen.blocks:
         torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 4))
@@ -131,10 +131,10 @@ def test_classes_are_matched_by_name():
     teachers.pretrained_cfg["label_names"] = names
     expected = teachers(images())
     for asked in (names, ["eel", "ant", "dog", "bee", "cat"], ["dog", "bee"]):
-        teacher = VitTeacher(teachers, data(names=asked, std=0.5), "vit")
+        teacher = ReadableViT(teachers, data(names=asked, std=0.5), "vit")
         columns = [names.index(name) for name in asked]
         torch.testing.assert_close(teacher(images()), expected[:, columns])
-        logits, _ = teacher.forward_with_maps(images())
+        logits, _, _ = teacher.forward_with_maps(images())
         torch.testing.assert_close(logits, expected[:, columns].log_softmax(-1))
 
 
@@ -143,31 +143,31 @@ def test_a_name_of_two_classes_is_refused_where_the_data_has_it():
     model = small()
     model.pretrained_cfg["label_names"] = ["ant", "crane", "cat", "dog", "crane"]
     with pytest.raises(UserError, match="vit: 2 of its classes are named 'crane', as one of blobs"):
-        VitTeacher(model, data(names=["crane", "ant"]), "vit")
-    assert VitTeacher(model, data(names=["cat", "ant"]), "vit").classes == [2, 0]
-    assert not VitTeacher(model, data(names=["crane", "fox"]), "vit").predicts
+        ReadableViT(model, data(names=["crane", "ant"]), "vit")
+    assert ReadableViT(model, data(names=["cat", "ant"]), "vit").classes == [2, 0]
+    assert not ReadableViT(model, data(names=["crane", "fox"]), "vit").predicts
 
 
 @pytest.mark.parametrize("asked", [["ant", "bee", "cat", "dog", "fox"], ["ant", "fox"]])
 def test_a_teacher_of_other_classes_predicts_nothing(asked):
     model = small()
     model.pretrained_cfg["label_names"] = ["ant", "bee", "cat", "dog", "eel"]
-    teacher = VitTeacher(model, data(names=asked), "vit")
-    logits, seen = teacher.forward_with_maps(images())
-    assert not teacher.predicts and logits.shape == (2, len(asked)) and not logits.any()
+    teacher = ReadableViT(model, data(names=asked), "vit")
+    logits, _, seen = teacher.forward_with_maps(images())
+    assert not teacher.predicts and logits is None
     assert len(seen.blocks) == 2
 
 
 def test_without_names_the_number_of_classes_decides():
     names = ["ant", "bee", "cat", "dog", "eel"]
-    assert VitTeacher(small(), data(names=names), "vit").matched_by == "number"
-    assert not VitTeacher(small(), data(classes=7), "vit").predicts
+    assert ReadableViT(small(), data(names=names), "vit").matched_by == "number"
+    assert not ReadableViT(small(), data(classes=7), "vit").predicts
     named = small()
     named.pretrained_cfg["label_names"] = names
-    assert VitTeacher(named, data(), "vit").matched_by == "number"
-    assert VitTeacher(named, data(names=names), "vit").matched_by == "name"
+    assert ReadableViT(named, data(), "vit").matched_by == "number"
+    assert ReadableViT(named, data(names=names), "vit").matched_by == "name"
     named.pretrained_cfg["label_names"] = [f"class {number}" for number in range(1000)]
-    assert VitTeacher(named, data(), "vit").matched_by == "number"  # of a head that was replaced
+    assert ReadableViT(named, data(), "vit").matched_by == "number"  # of a head that was replaced
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_without_names_the_number_of_classes_decides():
 )
 def test_a_teacher_whose_images_cannot_be_made_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
-        VitTeacher(small(**changes), data(channels=1), "vit")
+        ReadableViT(small(**changes), data(channels=1), "vit")
 
 
 def test_a_teacher_without_a_size_is_refused():
@@ -187,7 +187,7 @@ def test_a_teacher_without_a_size_is_refused():
     model.patch_embed.img_size = None
     model.pretrained_cfg = {"mean": (0.5,) * 3}
     with pytest.raises(UserError, match="vit: takes images of no fixed size"):
-        VitTeacher(model, data(), "vit")
+        ReadableViT(model, data(), "vit")
 
 
 @pytest.mark.parametrize("classes", [0, 5])
@@ -195,7 +195,7 @@ def test_a_teacher_that_gives_no_numbers_is_refused_by_name(classes):
     """NaN among the weights, scores that overflow float32, and images of which either comes."""
     model = small(num_classes=classes)
     named = "vit: (the attention of its block 1|its predictions|its features)"
-    teacher, weight = VitTeacher(model, data(), "vit"), model.blocks[1].attn.qkv.weight
+    teacher, weight = ReadableViT(model, data(), "vit"), model.blocks[1].attn.qkv.weight
     weight.data.mul_(1e30)
     with pytest.raises(UserError, match=named):
         teacher.forward_with_maps(images())
@@ -207,11 +207,11 @@ def test_a_teacher_that_gives_no_numbers_is_refused_by_name(classes):
 def test_images_are_taken_as_the_teacher_learned_them():
     model = small()
     model.pretrained_cfg = dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, interpolation="bicubic")
-    takes = VitTeacher(model, data(8, mean=0.3, std=0.2), "vit").takes
+    takes = ReadableViT(model, data(8, mean=0.3, std=0.2), "vit").takes
     assert (takes.size, takes.interpolation) == (32, "bicubic")
     assert (takes.mean, takes.std) == ((0.1, 0.2, 0.3), (0.4,) * 3)
     model.pretrained_cfg = {}
-    takes = VitTeacher(model, data(8, mean=0.3, std=0.2), "vit").takes
+    takes = ReadableViT(model, data(8, mean=0.3, std=0.2), "vit").takes
     assert (takes.mean, takes.std) == ((0.3,) * 3, (0.2,) * 3)
 
 
@@ -223,14 +223,14 @@ def test_a_normalisation_that_is_none_is_refused(name, values):
     model = small()
     model.pretrained_cfg = {**model.pretrained_cfg, name: values}
     with pytest.raises(UserError, match=f"vit: its pretrained_cfg has the {name}"):
-        VitTeacher(model, data(), "vit")
+        ReadableViT(model, data(), "vit")
 
 
 def test_the_digest_follows_all_that_shows_other_maps():
     """Weights and normalisation; the same weights in other heads, or with another activation."""
 
     def digest(model, name="vit", **changes) -> str:
-        return VitTeacher(model, data(**changes), name).sha256()
+        return ReadableViT(model, data(**changes), name).sha256()
 
     model = small()
     digests = [digest(model)]
@@ -251,10 +251,10 @@ def test_a_folder_is_loaded_with_keywords(tmp_path):
     model = randomised(timm.create_model(GAUVIT, num_classes=5, in_chans=3), 0.1, vectors=True)
     save_student(model, tmp_path / "vit", mean=(0.5,) * 3, std=(0.25,) * 3)
     name = f"local-dir:{tmp_path / 'vit'}"
-    teacher = load_vit(name, data(8), {})
+    teacher = load_network(name, data(8), {})
     torch.testing.assert_close(teacher(images(size=8)), model(images(size=8)))
-    assert load_vit(name, data(8, classes=9), {"num_classes": 0}).predicts is False
-    assert load_vit(name, data(16), {"img_size": 16}).grid == (8, 8)
+    assert load_network(name, data(8, classes=9), {"num_classes": 0}).predicts is False
+    assert load_network(name, data(16), {"img_size": 16}).grid == (8, 8)
 
 
 def test_a_folder_as_timm_saves_it_is_loaded_and_runs_no_code(tmp_path, monkeypatch):
@@ -266,31 +266,24 @@ def test_a_folder_as_timm_saves_it_is_loaded_and_runs_no_code(tmp_path, monkeypa
     described = json.loads((folder / "config.json").read_text())
     described["model_args"] = {"img_size": 32, "depth": 2, "embed_dim": 48, "num_heads": 3}
     (folder / "config.json").write_text(json.dumps(described | {"num_classes": 5}))
-    teacher = load_vit(f"local-dir:{folder}", data(), {})
+    teacher = load_network(f"local-dir:{folder}", data(), {})
     torch.testing.assert_close(
         teacher.model.blocks[1].attn.qkv.weight, model.blocks[1].attn.qkv.weight, rtol=0, atol=0
     )
     monkeypatch.chdir(tmp_path)
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch touched'\ntR.")
     with pytest.raises(UserError, match="damaged, or no model that timm reads"):
-        load_vit(f"local-dir:{folder}", data(), {})
+        load_network(f"local-dir:{folder}", data(), {})
     assert not (tmp_path / "touched").exists()
     tensors = {**model.state_dict(), "pos_embed": model.pos_embed[:, :4]}
     torch.save(tensors, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="pos_embed is .* in pytorch_model.bin"):
-        load_vit(f"local-dir:{folder}", data(), {})
+        load_network(f"local-dir:{folder}", data(), {})
 
 
 @pytest.mark.parametrize(
     "name,message",
     [
-        (
-            "swin_tiny_patch4_window7_224.ms_in1k",
-            "SwinT.* all patches once in every block.*be read",
-        ),
-        ("xcit_nano_12_p16_224.fb_in1k", "all patches once in every block: .*be read"),
-        ("cait_xxs24_224.fb_dist_in1k", "2 attention maps, .* in 24 blocks .*be read"),
-        ("resnet18.a1_in1k", "ResNet.* 0 attention maps"),
         ("deit_tiny_patch16_224.fb_in1k", "not on this machine: --download fetches"),
         ("vit_tiny_patch16_22", "timm has no weights 'vit_tiny_patch16_22'"),
         ("vit_tiny_patch16_224.nobody", "timm has no weights 'vit_tiny_patch16_224.nobody'"),
@@ -298,9 +291,26 @@ def test_a_folder_as_timm_saves_it_is_loaded_and_runs_no_code(tmp_path, monkeypa
         ("deit_tini_patch16_224", "deit_tiny_patch16_224.fb_in1k, .*local-dir:FOLDER"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_weights_are_fetched(name, message, empty_cache):
+def test_what_is_no_teacher_is_refused_before_weights_are_fetched(name, message, empty_cache):
     with pytest.raises(UserError, match=message):
-        load_vit(name, data(224), {"num_classes": 0})
+        load_network(name, data(224), {"num_classes": 0})
+
+
+@pytest.mark.parametrize(
+    "name", ["swin_tiny_patch4_window7_224", "cait_xxs24_224", "resnet18", "convnext_atto"]
+)
+def test_a_model_whose_attention_cannot_be_read_gives_predictions_and_features(name):
+    model = timm.create_model(name, num_classes=5).eval()
+    teacher = readable(model, data(224), name)
+    assert not isinstance(teacher, ReadableViT)
+    pictures = images(size=224)
+    logits, features = teacher.predict(pictures)
+    with torch.inference_mode():
+        expected = model(pictures).log_softmax(-1)
+        pooled = model.reset_classifier(0) or model(pictures)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(features, pooled, atol=1e-5, rtol=1e-4)
+    assert teacher.features == features.shape[1] == model.num_features
 
 
 def test_nothing_is_fetched_without_leave(monkeypatch, empty_cache):
@@ -312,10 +322,10 @@ def test_nothing_is_fetched_without_leave(monkeypatch, empty_cache):
 
     monkeypatch.setattr("timm.models._hub.hf_hub_download", fetch)
     with pytest.raises(UserError, match=r"not on this machine: --download fetches"):
-        load_vit(PUBLISHED, data(224), {"num_classes": 0})
+        load_network(PUBLISHED, data(224), {"num_classes": 0})
     assert not asked
     with pytest.raises(UserError, match=f"timm cannot build {PUBLISHED} .* requested files, and"):
-        load_vit(PUBLISHED, data(224), {"num_classes": 0}, download=True)
+        load_network(PUBLISHED, data(224), {"num_classes": 0}, download=True)
     assert set(asked) == {f"timm/{PUBLISHED}"}
 
 
@@ -325,7 +335,7 @@ def test_published_weights_are_read_from_the_cache(empty_cache, tmp_path):
     save_file(published.state_dict(), tmp_path / "model.safetensors")
     empty_cache(str(tmp_path / "model.safetensors"))
     for arguments, classes in (({}, 1000), ({"num_classes": 0}, 0)):
-        teacher = load_vit(PUBLISHED, data(224), arguments)
+        teacher = load_network(PUBLISHED, data(224), arguments)
         assert teacher.model.num_classes == classes and not teacher.predicts
     torch.testing.assert_close(
         teacher.model.blocks[3].attn.qkv.weight, published.blocks[3].attn.qkv.weight, rtol=0, atol=0

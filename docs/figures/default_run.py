@@ -27,7 +27,7 @@ from matplotlib.patches import Ellipse, Rectangle
 from gaupipe import open_run
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.models import forward_with_maps
-from gaupipe.teachers import gaussian as gaussian_teacher
+from gaupipe.teachers.gaussian import GaussianTeacher
 
 INK, RED, BLUE, GREY = "#222222", "#c0392b", "#2b6cb0", "#b5b5b5"
 OUTSIDE = 2.0
@@ -70,7 +70,7 @@ def read(folder: Path, image: int, block: int, head: int, query: int) -> Query:
     decode = MAP_KINDS["embedding"].reader(run.store, torch.device("cpu"))
     gaussians = decode(stored).gaussians  # [N, L, H, T, 4]
     is_outside = (gaussians[..., :2].abs() > OUTSIDE).any(-1)
-    start = gaussian_teacher.build(run.settings, folder / "no rows", run.data, to_read=True)
+    start = GaussianTeacher.build(run.settings, run.data, folder / "no rows", to_read=True)
     embeddings = start.parameters(torch.tensor([image]))  # [1, L, E]
     _logits, log_maps = forward_with_maps(run.student(), run.images([image]))
     return Query(
@@ -80,7 +80,7 @@ def read(folder: Path, image: int, block: int, head: int, query: int) -> Query:
         image=run.images([image])[0].mean(0).numpy(),
         embedding_before=embeddings[0, block].numpy(),
         embedding=np.asarray(stored["embeddings"][image, block], dtype=np.float32),
-        gaussians_before=start.teacher.gaussians(embeddings)[0, block, head].numpy(),
+        gaussians_before=start.network.gaussians(embeddings)[0, block, head].numpy(),
         gaussians=gaussians[image, block, head].numpy(),
         teacher_map=run.maps([image])[block][0, head, query].numpy(),
         student_map=log_maps[block][0, head, query].exp().numpy(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,13 @@ from torch import Tensor
 
 import store
 from gaupipe.data.batches import Batches
-from gaupipe.distillation.kinds import MAP_KINDS, Attention
+from gaupipe.data.splits import ImageData, Split
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import check_export
 from gaupipe.settings import ExportSettings
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.base import TeacherJob
-from gaupipe.teachers.gaussian_vit import Teacher
+from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.notes import Drawing, StoreNotes
-from gaupipe.teachers.readable_vit import VitMaps
 from store.encoding import LARGEST_MEAN, MEAN_STEP
 
 
@@ -52,57 +51,89 @@ def stored_export(url: str) -> ExportSettings | None:
     )
 
 
+@dataclass(frozen=True)
+class Exported:
+    """The images of a run that a store is of: those with labels, on which a teacher may have been
+    trained, or those without."""
+
+    split: Split
+    sha256: str
+    labelled: bool = True
+
+    @classmethod
+    def train(cls, data: ImageData) -> Exported:
+        return cls(data.train, data.sha256)
+
+    @classmethod
+    def unlabelled(cls, data: ImageData) -> Exported:
+        assert data.unlabelled is not None and data.unlabelled_sha256
+        return cls(data.unlabelled, data.unlabelled_sha256, labelled=False)
+
+    @classmethod
+    def of(cls, schema: store.Schema, data: ImageData) -> Exported:
+        """Those of ``data`` that a store of this schema is of."""
+        if schema.dataset_sha256 == data.unlabelled_sha256:
+            return cls.unlabelled(data)
+        return cls.train(data)
+
+
 def make_schema(
-    job: TeacherJob[Any], export: ExportSettings, sha256: str | None = None
+    teacher: Teacher,
+    export: ExportSettings,
+    images: Exported | None = None,
+    sha256: str | None = None,
 ) -> store.Schema:
-    """The schema of a store of this teacher; ``sha256`` is the teacher's where it is known.
-    Raises UserError for a kind that this teacher does not have, StoreError for an encoding that the
-    kind does not have."""
+    """The schema of a store of what this teacher shows of the ``images``, by default the training
+    images; ``sha256`` is the teacher's where it is known. Raises UserError for a kind that this
+    teacher does not have, StoreError for an encoding that the kind does not have."""
     kind = export.kind
-    data = job.data
-    shape = job.shape
+    data = teacher.data
+    images = images or Exported.train(data)
     assert kind is not None and export.encoding is not None  # chosen() names both
-    check_export(export, job.settings, job.teacher, shape.grid, shape.layers)
+    check_export(export, teacher)
     has_maps = store.KINDS[kind].has_maps
-    if not has_maps and job.notes().predicts is False:
+    if not has_maps and not teacher.predicts:
         raise UserError(f"--kind {kind}: the teacher predicts no classes: choose topk or dense")
-    network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = replace(
-        job.notes(),
-        teacher_args=job.settings.phase_a.teacher_args or None,
-        views=None if export.views is None else Drawing.of(job.settings, data.image_size),
+        teacher.notes(),
+        teacher_args=teacher.settings.phase_a.teacher_args or None,
+        views=None if export.views is None else Drawing.of(teacher.settings, data.image_size),
         layers=export.layers,
         precision=export.precision,
-        pooled_from=None if export.grid is None else list(shape.grid),
+        pooled_from=None if export.grid is None else list(teacher.shape.grid),
     )
+    embedding_dim = None
+    if kind == "embedding":
+        embedding_dim = teacher.network.decoder.embedding
     return store.Schema(
-        **shape.in_store(export),
+        **(teacher.shape.in_store(export) if has_maps else {}),
         kind=kind,
         encoding=export.encoding,
         k=export.k,
         views=export.views or 1,
-        num_images=len(data.train) * (export.views or 1),
+        num_images=len(images.split) * (export.views or 1),
         num_classes=data.num_classes,
         dataset=data.name,
-        dataset_sha256=data.sha256,
-        teacher_sha256=sha256 or job.sha256,
-        parametrisation=job.settings.phase_a.parametrisation,
-        embedding_dim=network.embedding if network and kind == "embedding" else None,
-        prefix_tokens=getattr(job.teacher, "kept_prefix", 0) if has_maps else 0,
-        labelled=notes.files is None,
-        name_bytes=data.train.name_bytes,
+        dataset_sha256=images.sha256,
+        teacher_sha256=sha256 or str(teacher.sha256),
+        parametrisation=teacher.settings.phase_a.parametrisation,
+        embedding_dim=embedding_dim,
+        features_dim=teacher.features if export.features else None,
+        prefix_tokens=teacher.kept_prefix if has_maps else 0,
+        labelled=images.labelled and notes.files is None,
+        name_bytes=images.split.name_bytes,
         extra=notes.to_json(),
     )
 
 
-def decoder(job: TeacherJob[Any], kind: str) -> dict[str, np.ndarray] | None:
+def decoder(teacher: Teacher, kind: str) -> dict[str, np.ndarray] | None:
     """The arrays that a store of this kind holds once for all images; None for no arrays."""
-    shared = MAP_KINDS[kind].decoder(job.teacher)
+    shared = MAP_KINDS[kind].decoder(teacher.network)
     return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
 
 
 def outputs(
-    job: TeacherJob[Any],
+    teacher: Teacher,
     schema: store.Schema,
     batches: Batches,
     entries: np.ndarray,
@@ -115,30 +146,44 @@ def outputs(
     The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a
     batch alone, so that any batch can be made again. ``losses`` gets what is :func:`lost`.
     """
-    seed = job.settings.seed if seed is None else seed
+    seed = teacher.settings.seed if seed is None else seed
     notes = StoreNotes.of(schema)
     dtype = getattr(torch, notes.precision or "float32")
-    generator = torch.Generator(job.device)
+    generator = torch.Generator(teacher.device)
     if notes.views is None:
         loaded = batches.in_order(entries)
     else:
         # as the store says: in a comparison the teacher itself may have been trained without views
         loaded = batches.views(entries, notes.views.augmentation(), schema.views)
+    grid = None
+    if notes.pooled_from is not None:
+        grid = schema.maps.grid
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
-        with torch.autocast(job.device.type, dtype, enabled=dtype != torch.float32):
-            logits, attention = job.forward_with_maps(batch, generator, notes.layers)
-        if isinstance(attention, VitMaps) and schema.has_maps:
-            attention = attention.on_grid(schema.maps.grid)
-        if job.probe is not None and isinstance(attention, VitMaps):
-            assert attention.pooled is not None  # of a teacher without predictions
+        image_ids = None
+        if schema.labelled:  # a teacher may know the training images
             image_ids = batch.ids // schema.views
-            logits = job.probe.logits_out_of_fold(attention.pooled, image_ids).log_softmax(-1)
+        with torch.autocast(teacher.device.type, dtype, enabled=dtype != torch.float32):
+            made = teacher.outputs(
+                batch,
+                generator,
+                image_ids=image_ids,
+                layers=notes.layers,
+                grid=grid,
+                with_maps=schema.has_maps,
+            )
         with torch.no_grad():
             stored = torch.float32 if schema.encoding == "uint8" else torch.float16
-            named = {**MAP_KINDS[schema.kind].arrays(attention, schema.k, stored), "logits": logits}
+            named = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, stored)
+            if made.logits is not None:
+                named["logits"] = made.logits
+            else:
+                named["logits"] = torch.zeros(len(batch), schema.num_classes)
+            if schema.features_dim is not None:
+                assert made.features is not None  # the teacher has some
+                named["features"] = made.features
         if losses is not None:
-            loss = lost(schema, attention, named)
+            loss = lost(schema, made.attention, named)
             if loss is not None:
                 losses.append(loss.double().cpu() * len(batch))
         arrays = {}
@@ -148,7 +193,7 @@ def outputs(
                 arrays[name] = tensor.cpu().numpy()
             else:  # keys of 8 bytes, of shards that wait to be written, would fill the memory
                 arrays[name] = tensor.cpu().numpy().astype(schema.stored_dtype(name))
-        del attention, named  # or they would lie in memory beside those of the next batch
+        del made, named  # or they would lie in memory beside those of the next batch
         if schema.labelled:
             arrays["labels"] = batch.labels.cpu().numpy()
         ids = batch.ids.numpy()
@@ -158,14 +203,15 @@ def outputs(
         yield ids, arrays
 
 
-def lost(schema: store.Schema, attention: Attention, arrays: dict[str, Tensor]) -> Tensor | None:
+def lost(schema: store.Schema, attention: Any, arrays: dict[str, Tensor]) -> Tensor | None:
     """The shares [L, H] of a batch that its stored maps leave out: of a ViT's attention that on
     class and register tokens, of Gaussians in 8 bits those whose means the codes clip."""
     if not schema.has_maps:
         return None
-    if isinstance(attention, VitMaps):
-        return attention.dropped
-    if schema.kind != "gaussian" or schema.encoding != "uint8":
+    if schema.kind != "gaussian":
+        dropped: Tensor | None = attention.dropped
+        return dropped
+    if schema.encoding != "uint8":
         return None
     beyond = arrays["gaussians"][..., :2].abs() > LARGEST_MEAN + MEAN_STEP / 2
     return beyond.any(-1).double().mean((0, 3))  # of [B, L, H, T]

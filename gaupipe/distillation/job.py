@@ -18,11 +18,17 @@ from gaupipe.data.batches import Batch
 from gaupipe.data.mixing import mixed_targets
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft_loss
-from gaupipe.distillation.student import check_fit, layer_map
+from gaupipe.distillation.losses import (
+    ConstantMaps,
+    FeatureLoss,
+    TeacherMaps,
+    gamma_at,
+    soft_loss,
+)
+from gaupipe.distillation.student import check_fit, layer_map, without_predictions
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.base import MapShape
+from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.training.job import (
     EpochPlan,
@@ -74,9 +80,10 @@ class StudentLosses(LabelLosses):
         losses = self.label_losses(logits, batch)
         loss = (self.phase.beta + self.phase.alpha - alpha) * losses.loss_hard
         if batch.stored is not None and self.teacher_predicts:
-            teacher = torch.from_numpy(batch.stored["logits"]).to(logits.device)
-            targets = mixed_targets(teacher.float().softmax(-1), batch.mixed)  # [B, C]
-            loss_soft = soft_loss(logits, targets)
+            teacher = torch.from_numpy(batch.stored["logits"]).to(logits.device).float()
+            temperature = self.phase.soft_temperature
+            targets = mixed_targets((teacher / temperature).softmax(-1), batch.mixed)  # [B, C]
+            loss_soft = soft_loss(logits, targets, temperature)
             loss = alpha * loss_soft + loss
         if loss_feat is not None:
             loss = loss + gamma * loss_feat
@@ -111,14 +118,18 @@ def build(
     device: torch.device,
     student: VisionTransformer,
     maps: store.Store,
+    unlabelled: store.Store | None = None,
 ) -> Training:
-    """The training of a ``student`` that lies on the ``device``, from a store of ``maps``. Raises
+    """The training of a ``student`` that lies on the ``device``, from a store of ``maps`` of the
+    training images and, where there are such, a store of the images without labels. Raises
     UserError for a student or a loss that the maps do not fit."""
     phase = settings.phase_b
     train = settings.student_training
     check_fit(student, MapShape.of_store(maps.schema), phase, maps.url)
     check_targets(maps.schema, settings, data.image_size, maps.url)
-    epochs = plan_epochs(settings, maps)
+    if unlabelled is not None:
+        check_alike(maps, unlabelled, settings)
+    epochs = plan_epochs(settings, maps, unlabelled)
     if phase.shuffle_maps and not maps.schema.kind_class.arrays(maps.schema):
         raise UserError(
             f"phase_b.shuffle_maps: no image has maps of its own in {maps.url}: leave it out"
@@ -132,19 +143,79 @@ def build(
     job = student_training(settings, data, device, student, train, losses, epochs, remarks)
     return replace(
         job,
+        unlabelled=unlabelled is not None,
         identity=job.identity | identity_of_maps(maps.schema),
         source_of_maps=(maps.url, maps.schema.teacher_sha256),
     )
 
 
-def plan_epochs(settings: Settings, maps: store.Store) -> list[EpochPlan]:
-    """For each epoch the weights of L_feat and L_soft, and what is read of a store of ``maps``."""
+def build_without_store(teacher: Teacher, student: VisionTransformer) -> Training:
+    """The training of a ``student``, that lies on the teacher's device, from the maps that all
+    images share. Raises UserError for a student or a loss that the maps do not fit."""
+    settings = without_predictions(teacher.settings)
+    train = settings.student_training
+    maps = constant_maps(teacher, student)
+    epochs = [
+        EpochPlan(gamma, dropped=share_of_dropped_patches(train, epoch, gamma))
+        for epoch, gamma in enumerate(gammas(settings))
+    ]
+    losses = StudentLosses(student, settings, lambda _batch: maps)
+    name = settings.phase_a.teacher
+    remarks = [
+        f"{name} has {teacher.describe()}; it predicts nothing, so phase_b.alpha is 0",
+        *remarks_on_patches(train, epochs),
+    ]
+    data = teacher.data
+    return student_training(settings, data, teacher.device, student, train, losses, epochs, remarks)
+
+
+def constant_maps(teacher: Teacher, student: VisionTransformer) -> ConstantMaps:
+    """The maps that all images share, as those of a ``student`` on the teacher's device are
+    compared with them. Raises UserError where they do not fit."""
+    phase = teacher.settings.phase_b
+    maps = teacher.constant_maps(student)
+    assert maps is not None  # of a teacher without a store
+    shape = MapShape.of(maps)
+    check_fit(student, shape, phase, teacher.settings.phase_a.teacher)
+    layers = layer_map(phase, shape.layers, shape.layers)
+    return ConstantMaps(maps.to(teacher.device), layers, shape.grid, phase.head_map)
+
+
+def check_alike(maps: store.Store, unlabelled: store.Store, settings: Settings) -> None:
+    """Raises UserError for stores of training images and of images ``unlabelled`` that no batch can
+    mix: of other teachers or views, without predictions, or, where maps are compared, of other
+    maps."""
+    first = maps.schema
+    second = unlabelled.schema
+    where = f"{unlabelled.url}: holds the images without labels of"
+    remedy = "'gaupipe export-maps --overwrite' writes both"
+    if first.teacher_sha256 != second.teacher_sha256:
+        raise UserError(f"{where} another teacher than {maps.url}: {remedy}")
+    notes = StoreNotes.of(second)
+    if (first.views, StoreNotes.of(first).views) != (second.views, notes.views):
+        raise UserError(f"{where} other views than {maps.url}: {remedy}")
+    if not notes.has_predictions:
+        raise UserError(f"{where} a teacher that predicts no classes: nothing is said of them")
+    if not settings.phase_b.alpha:
+        raise UserError(
+            "phase_b.alpha: is 0, and images without labels teach by predictions: set "
+            "phase_b.alpha=1, or leave data.unlabelled out"
+        )
+    if settings.phase_b.gamma and identity_of_maps(first) != identity_of_maps(second):
+        raise UserError(f"{where} other maps than {maps.url}: {remedy}, or set phase_b.gamma=0")
+
+
+def plan_epochs(
+    settings: Settings, maps: store.Store, unlabelled: store.Store | None = None
+) -> list[EpochPlan]:
+    """For each epoch the weights of L_feat and L_soft, and what is read of a store of ``maps`` and
+    of the images ``unlabelled``."""
     phase = settings.phase_b
     train = settings.student_training
     views = maps.schema.views
-    others = None
-    if phase.shuffle_maps:
-        others = other_images(len(maps) // views, settings.seed)
+    stores = [StoredImages(maps, phase, settings.seed)]
+    if unlabelled is not None:
+        stores.append(StoredImages(unlabelled, phase, settings.seed))
     epochs = []
     for epoch, gamma in enumerate(gammas(settings)):
         dropped = share_of_dropped_patches(train, epoch, gamma)
@@ -156,7 +227,7 @@ def plan_epochs(settings: Settings, maps: store.Store) -> list[EpochPlan]:
         view = None
         if views > 1:
             view = epoch % views
-        stored = MapsOfEpoch(maps, view or 0, others, with_maps=gamma > 0)
+        stored = MapsOfEpoch(stores, view or 0, with_maps=gamma > 0)
         epochs.append(EpochPlan(gamma, alpha, dropped, stored, view))
     return epochs
 
@@ -225,46 +296,93 @@ def check_targets(schema: store.Schema, settings: Settings, image_size: int, url
         )
 
 
-class MapsOfEpoch:
-    """The stored entries of one epoch: of each image its entry for one of the views.
+class StoredImages:
+    """A store of images, and for a control the image whose maps, or whose predictions, each of them
+    gets."""
 
-    With ``others`` [N], a control, image i gets the maps of the image others[i], with its own
-    predictions. Without ``with_maps`` predictions are read alone: maps are by far the largest
-    arrays.
-    """
-
-    def __init__(
-        self,
-        maps: store.Store,
-        view: int = 0,
-        others: np.ndarray | None = None,
-        with_maps: bool = True,
-    ) -> None:
+    def __init__(self, maps: store.Store, phase: PhaseBSettings, seed: int) -> None:
         self.maps = maps
-        self.view = view
         self.views = maps.schema.views
-        self.others = others
-        schema = maps.schema
-        self.predictions = ["logits"]
-        if schema.labelled:
-            self.predictions.append("labels")
-        self.names = self.predictions
+        self.count = len(maps) // self.views
+        self.of_maps: np.ndarray | None = None
+        self.of_predictions: np.ndarray | None = None
+        if phase.shuffle_maps:
+            self.of_maps = other_images(self.count, seed)
+        if phase.shuffle_predictions:
+            self.of_predictions = other_images(self.count, seed)
+
+    def prefetch(
+        self, batches: Sequence[np.ndarray], view: int, with_maps: bool
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """As :meth:`store.Store.prefetch`, by image ids, of one of the views. Without ``with_maps``
+        predictions are read alone: maps are by far the largest arrays."""
+        schema = self.maps.schema
+        maps = []
         if with_maps:
-            self.names = [*schema.kind_class.arrays(schema), *self.predictions]
+            maps = [*schema.kind_class.arrays(schema)]
+        if self.of_maps is None and self.of_predictions is None:
+            yield from self._read(batches, view, [*maps, "logits"])
+            return
+        both = zip(
+            self._read(batches, view, maps, self.of_maps),
+            self._read(batches, view, ["logits"], self.of_predictions),
+            strict=True,
+        )
+        for shown, predicted in both:
+            yield shown | predicted
+
+    def _read(
+        self,
+        batches: Sequence[np.ndarray],
+        view: int,
+        names: Sequence[str],
+        others: np.ndarray | None = None,
+    ) -> Iterator[dict[str, np.ndarray]]:
+        if others is not None:
+            batches = [others[image_ids] for image_ids in batches]
+        entries = [image_ids * self.views + view for image_ids in batches]
+        return self.maps.prefetch(entries, names=names)
+
+
+class MapsOfEpoch:
+    """The stored entries of one epoch: of each image its entry for one of the views. The ids of the
+    images of several stores follow each other."""
+
+    def __init__(self, stores: Sequence[StoredImages], view: int, with_maps: bool) -> None:
+        self.stores = stores
+        self.view = view
+        self.with_maps = with_maps
 
     def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """As :meth:`store.Store.prefetch`."""
-        stored = self._prefetch(batches)
-        if self.others is None:
-            yield from stored
+        reads = []
+        members = []  # for each store, for each batch: which of its images lie there
+        first = 0
+        for images in self.stores:
+            here = [(ids >= first) & (ids < first + images.count) for ids in batches]
+            mine = [ids[one] - first for ids, one in zip(batches, here, strict=True)]
+            reads.append(images.prefetch(mine, self.view, self.with_maps))
+            members.append(here)
+            first += images.count
+        if len(self.stores) == 1:
+            yield from reads[0]
             return
-        others = self._prefetch([self.others[image_ids] for image_ids in batches])
-        for mine, other in zip(stored, others, strict=True):
-            yield {**other, **{name: mine[name] for name in self.predictions}}
+        for number, parts in enumerate(zip(*reads, strict=True)):
+            yield joined(parts, [here[number] for here in members])
 
-    def _prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        entries = [image_ids * self.views + self.view for image_ids in batches]
-        return self.maps.prefetch(entries, names=self.names)
+
+def joined(
+    parts: Sequence[dict[str, np.ndarray]], members: Sequence[np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The arrays [B, ...] of a batch whose images lie in several stores: ``members`` has for each
+    of them a mask [B]."""
+    arrays = {}
+    for name, values in parts[0].items():
+        whole = np.empty((len(members[0]), *values.shape[1:]), values.dtype)
+        for part, here in zip(parts, members, strict=True):
+            whole[here] = part[name]
+        arrays[name] = whole
+    return arrays
 
 
 def other_images(images: int, seed: int) -> np.ndarray:

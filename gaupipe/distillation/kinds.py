@@ -7,12 +7,13 @@ Gaussian, E embedding width, K keys of a query.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import store
 from gaupipe.maps.gaussians import RAW_SIZE, from_raw
@@ -23,16 +24,12 @@ from gaupipe.maps.stored import (
 )
 from gaupipe.maps.views import from_top_k, top_k
 from gaupipe.system.errors import UserError, one_line
-from gaupipe.teachers.gaussian_vit import Decoder, GaussianMaps, Teacher
-from gaupipe.teachers.readable_vit import VitMaps
+from gaupipe.teachers.gaussian_vit import Decoder
 
 Arrays = dict[str, Tensor]
 """Arrays [B, ...] by name, before they are stored."""
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
-
-Attention = GaussianMaps | VitMaps
-"""The attention that a teacher's ``forward_with_maps`` returns."""
 
 
 Reader = Callable[[Stored], StoredAttention]
@@ -45,17 +42,29 @@ class MapKind:
 
     name: str
 
-    def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
-        """The reason why a store of this kind cannot hold the maps of a teacher, with or without
-        per-image parameters; None if it can."""
-        return None
+    needs: str | None = None
+    """Of a teacher's ``forms``, what is stored; None is nothing."""
+    otherwise: str
+    """What to say of a teacher that has no such form."""
 
-    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
-        """The arrays of a batch by name, maps in ``dtype``."""
+    def refusal(self, forms: Collection[str]) -> str | None:
+        """The reason why a store of this kind cannot hold what a teacher of these ``forms`` shows;
+        None if it can."""
+        if self.needs is None or self.needs in forms:
+            return None
+        if "maps" not in forms:
+            return "the teacher shows no attention maps; choose predictions"
+        if self.needs != "gaussians" and "gaussians" not in forms:
+            return GaussianKind.otherwise
+        return self.otherwise
+
+    def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
+        """The arrays of a batch by name, of its :class:`~gaupipe.teachers.base.Attention`, maps in
+        ``dtype``."""
         raise NotImplementedError
 
-    def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
-        """The tensors that are stored once for all images."""
+    def decoder(self, network: Any) -> dict[str, Tensor]:
+        """The tensors of a teacher's ``network`` that are stored once for all images."""
         return {}
 
     def reader(self, maps: store.Store, device: torch.device) -> Reader:
@@ -68,14 +77,10 @@ class GaussianKind(MapKind):
     """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of what stands for Gaussians."""
 
     name = "gaussian"
+    needs = "gaussians"
+    otherwise = "a trained ViT has no Gaussians; choose topk or dense"
 
-    def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
-        if isinstance(teacher, Teacher):
-            return None
-        return "a trained ViT has no Gaussians; choose topk or dense"
-
-    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
-        assert isinstance(attention, GaussianMaps)
+    def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         return {"gaussians": attention.gaussians}
 
     def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
@@ -100,22 +105,17 @@ class EmbeddingKind(GaussianKind):
     """An embedding an image and block, [B, L, E], and the compression network that decodes it."""
 
     name = "embedding"
+    needs = "embeddings"
+    otherwise = (
+        "this teacher keeps no embeddings (phase_a.per_image is not embedding); choose gaussian or "
+        "dense"
+    )
 
-    def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
-        if isinstance(teacher, Teacher) and (teacher.decoder is None or not per_image):
-            return (
-                "this teacher keeps no embeddings (phase_a.per_image is not embedding); choose "
-                "gaussian or dense"
-            )
-        return super().refusal(teacher, per_image)
-
-    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
-        assert isinstance(attention, GaussianMaps) and attention.parameters is not None
+    def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         return {"embeddings": attention.parameters}
 
-    def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
-        assert isinstance(teacher, Teacher) and teacher.decoder is not None
-        return {**teacher.decoder.state_dict(), "prior": teacher.prior.detach()}
+    def decoder(self, network: Any) -> dict[str, Tensor]:
+        return {**network.decoder.state_dict(), "prior": network.prior.detach()}
 
     def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
         weights = dict(shared)
@@ -138,21 +138,17 @@ class PriorKind(GaussianKind):
     """Nothing an image: the Gaussians that all images share, stored once."""
 
     name = "prior"
+    needs = "prior"
+    otherwise = (
+        "this teacher has Gaussians of single images (phase_a.per_image is not none); choose "
+        "gaussian or dense"
+    )
 
-    def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
-        if per_image:
-            return (
-                "this teacher has Gaussians of single images (phase_a.per_image is not none); "
-                "choose gaussian or dense"
-            )
-        return super().refusal(teacher, per_image)
-
-    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
+    def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         return {}
 
-    def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
-        assert isinstance(teacher, Teacher)
-        return {"prior": teacher.prior.detach()}
+    def decoder(self, network: Any) -> dict[str, Tensor]:
+        return {"prior": network.prior.detach()}
 
     def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
         gaussians = from_raw(prior_of(schema, shared), schema.parametrisation)  # [L, H, T, 4]
@@ -163,8 +159,9 @@ class DenseKind(MapKind):
     """The maps themselves, [B, L, H, T, T]."""
 
     name = "dense"
+    needs = "maps"
 
-    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
+    def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         return {"maps": attention.maps(dtype)}
 
     def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:
@@ -188,14 +185,11 @@ class TopKKind(DenseKind):
 
     name = "topk"
 
-    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
+    def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         assert k is not None
-        if isinstance(attention, VitMaps):  # by block: a copy of all maps would fill the memory
-            blocks = [top_k(block, k) for block in attention.blocks]
-            keys = torch.stack([keys for keys, _ in blocks], dim=1)
-            weights = torch.stack([weights for _, weights in blocks], dim=1)
-        else:
-            keys, weights = top_k(attention.maps(), k)
+        blocks = [top_k(block, k) for block in attention.blocks]  # a copy of all would be large
+        keys = torch.stack([keys for keys, _ in blocks], dim=1)
+        weights = torch.stack([weights for _, weights in blocks], dim=1)
         return {"keys": keys, "weights": weights}
 
     def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:
@@ -209,7 +203,7 @@ class PredictionsKind(MapKind):
 
     name = "predictions"
 
-    def arrays(self, attention: Attention, k: int | None, dtype: torch.dtype) -> Arrays:
+    def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         return {}
 
     def reader(self, maps: store.Store, device: torch.device) -> Reader:

@@ -31,10 +31,11 @@ MakeMap = Callable[[], Tensor]
 """Makes a teacher's map [B or 1, H or 1, T, T]."""
 
 
-def soft_loss(logits: Tensor, teacher_probabilities: Tensor) -> Tensor:
+def soft_loss(logits: Tensor, teacher_probabilities: Tensor, temperature: float = 1.0) -> Tensor:
     """Cross-entropy of the student's logits [B, C] with the teacher's probabilities [B, C] (*eq.
-    10*)."""
-    return F.cross_entropy(logits, teacher_probabilities)
+    10*), mean over the batch. With a ``temperature`` the probabilities are those of logits divided
+    by it, the student's are divided here, and the loss is multiplied by its square."""
+    return F.cross_entropy(logits / temperature, teacher_probabilities) * temperature**2
 
 
 def feature_loss(

@@ -7,15 +7,13 @@ import math
 from typing import Any
 
 from pydantic import ValidationError
-from torch import nn
 
 import store
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.settings import ExportSettings, PhaseBSettings, Settings
+from gaupipe.settings import ExportSettings, PhaseBSettings
 from gaupipe.settings.sections import problem
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.base import MapShape
-from gaupipe.teachers.gaussian_vit import Teacher
+from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.vit.slicing import evenly_spaced
 
 SHARE_OF_KEYS = 4
@@ -24,52 +22,61 @@ map is then 0.09 on 64 tokens, 0.07 on 196, and with 8 keys 0.17 and 0.28."""
 MOST_KEYS = 255
 
 
-def default_kind(settings: Settings, encoding: str | None = None) -> str:
-    """The smallest kind that loses nothing of a Gaussian teacher: what it learned of an image, or
+LOSSLESS = {"prior": "prior", "embeddings": "embedding", "gaussians": "gaussian", "maps": "topk"}
+"""The kind of store for each form of attention, the smallest first."""
+
+
+def default_kind(teacher: Teacher, encoding: str | None = None) -> str:
+    """The smallest kind that loses nothing of Gaussians: what the teacher learned of an image, or
     ``gaussian`` where 8-bit codes are asked for, which only that kind has. ``topk`` for a trained
-    ViT."""
-    phase = settings.phase_a
-    if not phase.learns_gaussians:
-        return "topk"
-    if encoding == "uint8":
+    ViT, ``predictions`` for a teacher without attention maps."""
+    if encoding == "uint8" and "gaussians" in teacher.forms:
         return "gaussian"
-    return {"none": "prior", "embedding": "embedding", "table": "gaussian"}[phase.per_image]
+    for form, kind in LOSSLESS.items():
+        if form in teacher.forms:
+            return kind
+    return "predictions"
 
 
 def chosen(
-    settings: Settings,
+    teacher: Teacher,
     stored: ExportSettings | None = None,
     given: dict[str, Any] | None = None,
-    teacher: MapShape | None = None,
-    student: MapShape | None = None,
 ) -> ExportSettings:
-    """The request for a store: from ``given``, else from the ``stored`` one, else from the
-    settings, with the defaults of its kind, for the maps of a ``teacher`` and, where there is one,
-    for what its ``student`` compares with them."""
-    export = stored or settings.export
+    """The request for a store of what a ``teacher`` shows: from ``given``, else from the ``stored``
+    one, else from the settings, with the defaults of its kind and for what its student, if there is
+    one, compares."""
+    export = stored or teacher.settings.export
     asked = {name: value for name, value in (given or {}).items() if value is not None}
-    usual = export.kind or default_kind(settings, asked.get("encoding", export.encoding))
+    usual = export.kind or default_kind(teacher, asked.get("encoding", export.encoding))
     if asked.get("kind", usual) != usual and "k" not in asked:
         asked["k"] = None  # another kind has another k
     try:
         export = ExportSettings.model_validate({**export.model_dump(), **asked})
     except ValidationError as error:
         raise UserError(f"--{problem(error, ExportSettings)}") from None
-    name = export.kind or default_kind(settings, export.encoding)
+    name = export.kind or default_kind(teacher, export.encoding)
     kind = store.KINDS[name]
-    has_rows = kind.has_maps and not settings.phase_a.learns_gaussians
-    if teacher and student and stored is None and has_rows:
-        export = compared(export, settings.phase_b, teacher, student)
+    student = None
+    if shows_rows(teacher):
+        student = teacher.student_shape
+    if student is not None and stored is None and kind.has_maps:
+        export = compared(export, teacher.settings.phase_b, teacher.shape, student)
     k = export.k
-    if k is None and kind.default_k is not None:
+    if k is None and kind.default_k is not None and teacher.forms:
+        tokens = math.prod(export.grid or teacher.shape.grid)
         k = kind.default_k
-        if teacher is not None:
-            tokens = math.prod(export.grid or teacher.grid)
-            if student is not None:  # nobody learns from the maps of a model on image files
-                k = min(max(k, -(-tokens // SHARE_OF_KEYS)), MOST_KEYS)
-            k = min(k, tokens)
+        if student is not None:  # nobody learns from the maps of a model on image files
+            k = min(max(k, -(-tokens // SHARE_OF_KEYS)), MOST_KEYS)
+        k = min(k, tokens)
     encoding = export.encoding or kind.default_encoding
     return export.model_copy(update={"kind": name, "encoding": encoding, "k": k})
+
+
+def shows_rows(teacher: Teacher) -> bool:
+    """Whether a teacher shows the rows of its maps, and not Gaussians, which are fewer numbers and
+    move with their images."""
+    return "maps" in teacher.forms and "gaussians" not in teacher.forms
 
 
 def compared(
@@ -87,50 +94,54 @@ def compared(
     return export.model_copy(update={"layers": layers, "grid": grid})
 
 
-def planned_export(
-    settings: Settings, teacher: nn.Module, shape: MapShape, student: MapShape
-) -> ExportSettings:
-    """The store that the settings ask for of a teacher with maps of this ``shape``, for a student.
-    Raises UserError as :func:`check_export`."""
-    export = chosen(settings, teacher=shape, student=student)
-    check_export(export, settings, teacher, shape.grid, shape.layers, prefix="export.")
+def planned_export(teacher: Teacher) -> ExportSettings:
+    """The store that the settings ask for of a teacher. Raises UserError as
+    :func:`check_export`."""
+    export = chosen(teacher)
+    check_export(export, teacher, prefix="export.")
     return export
 
 
-def check_export(
-    export: ExportSettings,
-    settings: Settings,
-    teacher: nn.Module,
-    grid: tuple[int, int],
-    layers: int,
-    prefix: str = "--",
-) -> None:
-    """Raises UserError for a store that cannot hold what a teacher shows.
-
-    export     from :func:`chosen`
-    teacher    a Gaussian one; anything else counts as a trained ViT
-    grid       (h, w) of the teacher's maps
-    layers     the number of its blocks
-    prefix     of ``kind``, ``k`` and ``views`` in messages
-    """
+def check_export(export: ExportSettings, teacher: Teacher, prefix: str = "--") -> None:
+    """Raises UserError for a store that cannot hold what a teacher shows. ``export`` is from
+    :func:`chosen`; the ``prefix`` is that of ``kind``, ``k`` and ``views`` in messages."""
     name = str(export.kind)
     k = export.k
-    refusal = MAP_KINDS[name].refusal(teacher, settings.phase_a.learns_of_images)
+    refusal = MAP_KINDS[name].refusal(teacher.forms)
     if refusal is not None:
         raise UserError(f"{prefix}kind {name}: {refusal}")
+    has_maps = store.KINDS[name].has_maps
+    if export.features and teacher.features is None:
+        raise UserError(f"{prefix}features: the teacher has no pooled features: leave it out")
     if k is not None and store.KINDS[name].default_k is None:
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
-    has_rows = store.KINDS[name].has_maps and not isinstance(teacher, Teacher)
-    if not has_rows and (export.grid or export.layers):
+    if not (has_maps and shows_rows(teacher)) and (export.grid or export.layers):
         raise UserError(
             "export.grid and export.layers are for the maps of a trained ViT: leave them out"
         )
+    if has_maps:
+        check_shape(export, teacher.shape, prefix)
+    if export.views is not None and "gaussians" in teacher.forms:
+        raise UserError(
+            f"{prefix}views {export.views}: Gaussians of images move with their views by "
+            "themselves; views are for a teacher that sees them: a trained ViT"
+        )
+    if export.views is not None and not teacher.settings.augment.draws_views:
+        raise UserError(
+            f"{prefix}views {export.views}: the section augment draws nothing, so every view would "
+            "be the image itself: set augment, or leave out the views"
+        )
+
+
+def check_shape(export: ExportSettings, maps: MapShape, prefix: str) -> None:
+    """Raises UserError for a part of ``maps`` that there is not."""
+    grid = maps.grid
     blocks = export.layers or []
     if len({*blocks}) < len(blocks):
         raise UserError(f"export.layers: has a block twice: {blocks}")
-    if max(blocks, default=0) >= layers:
+    if max(blocks, default=0) >= maps.layers:
         raise UserError(
-            f"export.layers: should be blocks from 0 to {layers - 1} of the teacher, got "
+            f"export.layers: should be blocks from 0 to {maps.layers - 1} of the teacher, got "
             f"{export.layers}"
         )
     if export.grid is not None:
@@ -140,15 +151,6 @@ def check_export(
                 f"{export.grid[0]} x {export.grid[1]}"
             )
         grid = export.grid
+    k = export.k
     if k is not None and k > grid[0] * grid[1]:
         raise UserError(f"{prefix}k {k}: a query has {grid[0] * grid[1]} keys to choose from")
-    if export.views is not None and isinstance(teacher, Teacher):
-        raise UserError(
-            f"{prefix}views {export.views}: Gaussians of images move with their views by "
-            "themselves; views are for a teacher that sees them: a trained ViT"
-        )
-    if export.views is not None and not settings.augment.draws_views:
-        raise UserError(
-            f"{prefix}views {export.views}: the section augment draws nothing, so every view would "
-            "be the image itself: set augment, or leave out the views"
-        )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.data.splits import ImageData
 from gaupipe.distillation.losses import check_maps
 from gaupipe.distillation.store_choice import planned_export
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.base import MapShape
+from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.training.student import checked_student
 from gaupipe.vit.slicing import evenly_spaced
 
@@ -66,14 +63,36 @@ def check_fit(
         )
 
 
-def check_student(settings: Settings, data: ImageData, teacher: Any, weights: Any) -> None:
-    """Raises UserError before phase A for a student that phase B could not train with the maps of a
-    ``teacher`` and the ``weights`` (state_dict) of its ViT, and for a store that cannot hold the
-    maps. Nothing is computed: the student is built on the meta device."""
+def without_predictions(settings: Settings) -> Settings:
+    """The settings of a student whose teacher predicts nothing: alpha is 0. Raises UserError where
+    nothing else is left to learn from."""
+    if settings.phase_b.beta + settings.phase_b.gamma == 0:
+        raise UserError(
+            f"phase_b.alpha: {settings.phase_a.teacher} predicts no classes, and beta and gamma "
+            "are 0: set phase_b.beta=1"
+        )
+    return settings.with_section("phase_b", alpha=0.0)
+
+
+def check_student(teacher: Teacher) -> None:
+    """Raises UserError before phase A for a student that phase B could not train with what a
+    ``teacher`` gives, and for a store that cannot hold it. Nothing is computed: the student is
+    built on the meta device."""
+    settings = teacher.settings
     phase = settings.phase_b
-    shape = MapShape.of(teacher)
-    student = checked_student(settings, data, settings.student_training)
-    export = planned_export(settings, teacher, shape, MapShape.of(student))
-    check_fit(student, shape.stored(export), phase, "the teacher")
+    student = checked_student(settings, teacher.data, settings.student_training)
+    teacher.check_student()
+    constant = teacher.constant_maps(student)
+    if constant is not None:
+        without_predictions(settings)
+        check_fit(student, MapShape.of(constant), phase, settings.phase_a.teacher)
+        return
+    export = planned_export(teacher)
+    maps = None
+    if teacher.forms:
+        maps = teacher.shape.stored(export)
+    check_fit(student, maps, phase, "the teacher")
     if phase.warm_start != "none":
+        shape = teacher.shape
+        weights = teacher.weights()
         start_from_teacher(student, phase.warm_start, weights, shape.heads, shape.grid)

@@ -102,7 +102,7 @@ class Settings(Section):
         learns where to look in single images."""
         if not self.phase_a.augment:
             return AugmentSettings()
-        if not self.phase_a.learns_gaussians:
+        if self.phase_a.kind.mixes_images:
             return self.augment
         return self.augment.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
 
@@ -153,12 +153,14 @@ class Settings(Section):
     def _consistent(self) -> Settings:
         if self.phase_b.warm_start == "exact":
             self._check_exact()
-        if self.phase_b.warm_start != "none" and self.phase_a.is_local:
-            raise ValueError("phase_b.warm_start: local has no weights: take none")
-        if self.phase_b.warm_start == "slice" and self.phase_a.learns_gaussians:
+        start = self.phase_b.warm_start
+        allowed = self.phase_a.kind.warm_starts
+        if start not in ("none", "exact", *allowed):
+            teacher = self.phase_a.teacher
+            right = " or ".join(["none", *allowed])
             raise ValueError(
-                "phase_b.warm_start=slice is cut from a trained ViT: take warm_start=teacher for a "
-                "teacher with Gaussians, or phase_a.teacher=vit"
+                f"phase_b.warm_start={start}: the teacher {teacher} allows {right}, "
+                "and phase_a.teacher=vit also slice"
             )
         return self
 
@@ -167,7 +169,7 @@ class Settings(Section):
         teacher = self.phase_a
         model = self.model
         needed = {
-            "phase_a.teacher=gaussian": teacher.learns_gaussians,
+            "phase_a.teacher=gaussian": "exact" in teacher.kind.warm_starts,
             "phase_a.per_image=none": teacher.per_image == "none",
             "phase_a.mode=expected": teacher.mode == "expected",
             "model.attention=standard": model.attention == "standard",

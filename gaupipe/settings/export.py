@@ -26,9 +26,10 @@ class ExportSettings(Section):
     kind: StoreKind | None = None
     """What is stored for each query: one of the [kinds of a store](store.md#arrays). Null is the
     smallest kind that loses nothing: what a Gaussian teacher learned of an image (``gaussian`` for
-    ``per_image: table``, ``embedding``, or ``prior`` for ``none``), and ``topk`` for a trained
-    ViT. With ``encoding: uint8`` it is ``gaussian`` for each Gaussian teacher. ``predictions`` has
-    no maps: it is for a student with ``phase_b.gamma: 0``."""
+    ``per_image: table``, ``embedding``, or ``prior`` for ``none``), ``topk`` for a trained ViT,
+    and ``predictions`` for a teacher without attention maps. With ``encoding: uint8`` it is
+    ``gaussian`` for each Gaussian teacher. ``predictions`` has no maps: it is for a student with
+    ``phase_b.gamma: 0``."""
     encoding: Literal["float16", "uint8"] | None = None
     """``uint8`` stores numbers in 8 bits, in the kinds ``gaussian``, ``topk`` and ``dense``. Null
     is ``uint8`` for ``topk``, and ``float16`` for the other kinds."""
@@ -47,6 +48,9 @@ class ExportSettings(Section):
     """Blocks of a trained ViT whose maps are stored, counted from 0, such as those that phase B
     compares: ``[0, 4, 7, 11]``. Null stores the maps of the blocks that phase B compares, or with
     ``phase_b.layer_map`` all."""
+    features: bool = False
+    """Store the teacher's pooled features too, 2 bytes for each channel, so that another probe,
+    or another number of labels, needs no second pass over the images."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Precision in which a trained ViT computes its maps and predictions; attention itself stays
     float32. Null is decided as ``precision: auto`` is."""

@@ -16,6 +16,7 @@ from gaupipe.settings.sections import (
     Section,
     Weight,
 )
+from gaupipe.settings.teachers import TeacherKind, teacher_kind
 from gaupipe.settings.train import OptimSettings
 
 
@@ -96,43 +97,29 @@ class PhaseASettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
-        if not self.learns_gaussians:
-            return self._without_gaussians()
-        if self.teacher_args:
-            raise ValueError("teacher_args are for a teacher that is a ViT: see model.args")
-        if not self.prior and self.per_image == "none":
+        if self.teacher_args and self.kind.teacher_args is not None:
+            raise ValueError(f"teacher_args {self.kind.teacher_args}")
+        if self.kind.learns_images and not self.prior and self.per_image == "none":
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"
             )
-        return self
-
-    def _without_gaussians(self) -> PhaseASettings:
-        if self.is_local:
-            if self.teacher_args:
-                raise ValueError("teacher_args: the teacher local is no network: see phase_a.local")
-            return self
-        if self.teacher == "vit":
+        if self.kind.trained:
             usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
         return self
 
     @property
-    def learns_gaussians(self) -> bool:
-        """True if the teacher is a ViT with Gaussian attention, not a trained ViT."""
-        return self.teacher == "gaussian"
-
-    @property
-    def is_local(self) -> bool:
-        """True if the teacher is no network, but fixed Gaussians without a store."""
-        return self.teacher == "local"
+    def kind(self) -> TeacherKind:
+        """What is known of the teacher by its name."""
+        return teacher_kind(self.teacher)
 
     @property
     def most_epochs(self) -> int:
         """Epochs of phase A at most; 0 for a teacher that was trained before."""
-        return self.max_epochs if self.teacher in ("gaussian", "vit") else 0
+        return self.max_epochs if self.kind.trained else 0
 
     @property
     def learns_of_images(self) -> bool:
         """True if the teacher has parameters of single images."""
-        return self.learns_gaussians and self.per_image != "none"
+        return self.kind.learns_images and self.per_image != "none"

@@ -15,14 +15,15 @@ class PhaseBSettings(TrainChanges):
     labels, the teacher's predictions and the stored maps."""
 
     alpha: Weight = 0.0
-    """Weight of L_soft, the cross-entropy with the teacher's predictions. In the GauTransformer
+    """Weight of L_soft, the cross-entropy with the teacher's predictions, mean over all images of a
+    batch, also those without labels. In the GauTransformer
     paper alpha, beta and gamma are 0.2, 0.1 and 0.7 on CIFAR, and gamma is constant."""
     alpha_epochs: Positive | None = None
     """Epochs until alpha is 0, and the labels weigh alpha + beta; null means all. With a store of
     views the student sees only these while it learns predictions, and views of its own
     afterwards."""
     beta: Weight = 1.0
-    """Weight of L_hard, the cross-entropy with the labels."""
+    """Weight of L_hard, the cross-entropy with the labels, mean over the images that have one."""
     gamma: Weight = 0.1
     """Weight of L_feat, the divergence from the stored attention maps, at the start of the
     schedule."""
@@ -44,6 +45,12 @@ class PhaseBSettings(TrainChanges):
     shuffle_maps: bool = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
+    shuffle_predictions: bool = False
+    """A control: every image gets the teacher's prediction of another image."""
+    soft_temperature: Rate = 1.0
+    """Logits of teacher and student are divided by it before L_soft compares them, and L_soft is
+    multiplied by its square, so that its gradient keeps its size (Hinton et al., arXiv
+    1503.02531)."""
     warm_start: Literal["none", "teacher", "slice", "exact"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that

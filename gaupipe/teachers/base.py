@@ -1,33 +1,33 @@
-"""A teacher of any kind on the data of a run."""
+"""The teacher: one object that says everything about itself. Outside of this room nobody asks which
+teacher it is.
+
+Axis letters: B images, L blocks, H heads, T tokens, C classes.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 import store
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
-from gaupipe.distillation.kinds import Attention
 from gaupipe.settings import ExportSettings, PhaseASettings, Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
+from gaupipe.settings.teachers import TeacherKind
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers.gaussian_vit import Teacher
-from gaupipe.teachers.image_state import ImageState
 from gaupipe.teachers.notes import StoreNotes
-from gaupipe.teachers.probe import Probe
-from gaupipe.teachers.readable_vit import VitTeacher
-from gaupipe.training.state import Identity
+from gaupipe.training.state import Identity, TrainingState
 from gaupipe.training.student import untrained_student
-from gaupipe.vit.inputs import as_taken
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MapShape:
 
     @classmethod
     def of(cls, model: Any) -> MapShape:
-        """Of the maps of a teacher, which knows them, or of a ViT of timm's."""
+        """Of the maps of a network that knows them, or of a ViT of timm's."""
         if not isinstance(model, VisionTransformer):
             return cls(model.grid, model.layers, model.heads)
         first: Any = model.blocks[0]
@@ -65,93 +65,237 @@ class MapShape:
         return {} if stored is None else vars(stored)
 
 
-MOST_NUMBERS = 10**8
-"""Of the maps of a batch from a trained ViT, all blocks together; each takes 4 bytes, or 8 with
-what is stored of it."""
+class Attention(Protocol):
+    """The attention of a batch, as a teacher shows it and the kinds of stores take it."""
 
+    @property
+    def blocks(self) -> Iterable[Tensor]:
+        """For each block [B, H, T, T] float32; rows sum to 1."""
 
-def images_at_once(batch_size: int, layers: int, heads: int, tokens: int) -> int:
-    """The size of a batch whose maps have no more than :data:`MOST_NUMBERS`, at least 1."""
-    return min(batch_size, max(1, MOST_NUMBERS // (layers * heads * tokens**2)))
+    @property
+    def dropped(self) -> Tensor | None:
+        """[L, H]: the mean share of a patch's attention that the maps leave out; None for none."""
 
-
-Kind = TypeVar("Kind", bound=Teacher | VitTeacher)
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], rounded to ``dtype``."""
 
 
 @dataclass
-class TeacherJob(Generic[Kind]):
-    """A teacher on the data of a run; ``per_image`` is None for one without such parameters, and
-    ``probe`` for one that predicts the classes itself, or none of them."""
+class Outputs:
+    """What a teacher makes of a batch."""
+
+    logits: Tensor | None
+    """[B, C] float32, log-probabilities; None of a teacher that predicts no classes."""
+    attention: Any = None
+    """An :class:`Attention`; None of a teacher that shows none."""
+    features: Tensor | None = None
+    """[B, D] float32, pooled, as its head gets them; None of a teacher without such."""
+
+
+@dataclass
+class Teacher:
+    """A teacher on the data of a run.
+
+    It begins as an :meth:`outline`, which is checked before anything is allocated;
+    :meth:`begin` makes of it what phase A trains, and :meth:`finished` reads what phase A left.
+    Raises UserError, naming the setting, for a teacher that cannot be had.
+    """
 
     settings: Settings
     data: ImageData
     device: torch.device
-    teacher: Kind
-    per_image: ImageState | None = None
-    probe: Probe | None = None
+    network: Any = None
+    """Its torch module; None for a teacher that is none."""
+
+    forms: ClassVar[frozenset[str]] = frozenset()
+    """What an export can store of its attention: ``maps``, and of Gaussians ``gaussians``,
+    ``embeddings`` and ``prior``. Empty for a teacher that shows no attention."""
+    is_exact: ClassVar[bool] = False
+    """Whether its stored attention is the same on every machine."""
+    fewer_images: ClassVar[str] = "data.train_images"
+    """The setting or option by which it sees fewer images."""
+    lighter: ClassVar[str] = "lower data.batch_size or data.train_images, take a smaller model"
+    """What to do where the memory is too small for an export."""
+
+    # ---- before phase A, and after it
+
+    @classmethod
+    def outline(cls, settings: Settings, data: ImageData) -> Teacher:
+        """The teacher of the settings before its training. A network that phase A trains lies on
+        torch's meta device."""
+        raise NotImplementedError
+
+    def begin(self, folder: Path) -> Teacher:
+        """The teacher that phase A trains into a ``folder``, freshly started. Writes nothing."""
+        return self
+
+    @classmethod
+    def finished(
+        cls, settings: Settings, data: ImageData, folder: Path, with_images: bool = True
+    ) -> Teacher | None:
+        """The teacher that phase A has left in a ``folder``, in eval mode; None where it is not
+        whole. ``with_images`` False leaves the parameters of single images out."""
+        return cls.outline(settings, data)
+
+    # ---- phase A
+
+    def training_state(self) -> TrainingState[Any] | None:
+        """The optimizer of its network and its schedule, freshly started; None for a teacher that
+        is not trained in epochs."""
+        return None
+
+    def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
+        """Phase A: goes on from ``state``, and leaves ``metrics.jsonl`` in the ``folder``.
+        Collective. ``finished`` says that phase A had finished before."""
+        raise NotImplementedError
+
+    def training_forward(self) -> Callable[[], Tensor] | None:
+        """A forward pass over one image as in phase A, for its cost; None for a teacher that phase
+        A does not train."""
+        return None
+
+    def given_sha256(self) -> dict[str, str]:
+        """The digest of weights that the user gives, by a name for messages; empty for a teacher
+        that phase A makes."""
+        return {}
+
+    def say_before(self) -> None:
+        """Says what a user should know of the teacher before it is used."""
+
+    # ---- what a student learns from it
+
+    @property
+    def kind(self) -> TeacherKind:
+        return self.settings.phase_a.kind
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it predicts the classes of the data set."""
+        return True
 
     @property
     def shape(self) -> MapShape:
-        """The shape of the teacher's maps."""
-        return MapShape.of(self.teacher)
+        """The shape of its maps."""
+        return MapShape.of(self.network)
 
     @property
     def student_shape(self) -> MapShape | None:
-        """The shape of the maps of the student that the settings describe."""
+        """The shape of the maps of the student that the settings describe; None for no student."""
         return MapShape.of(untrained_student(self.settings, self.data))
+
+    def describe(self) -> str:
+        """The teacher in words."""
+        return self.settings.phase_a.teacher
+
+    def constant_maps(self, student: VisionTransformer) -> Any:
+        """The maps that all images share, for a ``student``: a
+        :class:`~gaupipe.maps.stored.StoredGaussians` with a :class:`MapShape`; None for a teacher
+        whose maps are stored."""
+        return None
+
+    def check_student(self) -> None:
+        """Raises UserError for settings of phase B that this teacher cannot serve."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of its ViT by timm's names, for a student that starts from them."""
+        raise NotImplementedError
+
+    def spread(self) -> Tensor | None:
+        """The spread of its residual stream, by which a slice is chosen."""
+        return None
+
+    def remarks(self) -> list[str]:
+        """Lines about what a student that starts from its weights should know."""
+        return []
+
+    # ---- what is stored
+
+    def prepare_export(self) -> None:
+        """Makes whatever its predictions need, such as a probe. Collective."""
 
     def batches(self, split: Split, batch_size: int | None = None) -> Batches:
         """Batches of a split, as the teacher takes its images, by default of the size for
-        evaluation, or fewer at a time, where the maps of so many are large."""
+        evaluation."""
         settings = self.settings.data
-        data = self.data
         size = batch_size or settings.eval_batch_size
-        if isinstance(self.teacher, VitTeacher):
-            teacher = self.teacher
-            split, data = as_taken(split, data, teacher.takes)
-            tokens = teacher.prefix + math.prod(teacher.grid)
-            size = images_at_once(size, teacher.layers, teacher.heads, tokens)
-        return Batches(split, data, self.device, size, settings.workers, settings.num_buckets)
+        return Batches(split, self.data, self.device, size, settings.workers, settings.num_buckets)
 
-    def parameters(self, image_ids: Tensor) -> Tensor | None:
-        """The per-image parameters [B, ...] of training images, on the device."""
-        return None if self.per_image is None else self.per_image.read(image_ids).to(self.device)
+    def outputs(
+        self,
+        batch: Batch,
+        generator: torch.Generator,
+        *,
+        image_ids: Tensor | None,
+        layers: Sequence[int] | None = None,
+        grid: tuple[int, int] | None = None,
+        with_maps: bool = True,
+    ) -> Outputs:
+        """What an export stores of a batch of :meth:`batches`.
 
-    def forward_with_maps(
-        self, batch: Batch, generator: torch.Generator, layers: Sequence[int] | None = None
-    ) -> tuple[Tensor, Attention]:
-        """The log-probabilities [B, C] of a batch of training images and their attention, of a
-        trained ViT that of the blocks ``layers``, None for all. ``generator`` is for draws."""
-        if isinstance(self.teacher, VitTeacher):
-            return self.teacher.forward_with_maps(batch.images, layers=layers)
-        parameters = self.parameters(batch.ids)
-        return self.teacher.forward_with_maps(batch.images, parameters, generator)
+        generator   for draws
+        image_ids   [B] of training images; None for a batch of others
+        layers      the blocks of which attention is wanted, None for all
+        grid        (h, w), a coarser one than the teacher's; None is the teacher's
+        with_maps   False leaves the attention out
+        """
+        raise NotImplementedError
 
     @cached_property
-    def sha256(self) -> str:
-        """A digest of everything that a finished teacher has learned. Collective."""
-        return self.teacher.sha256(self.per_image)
+    def sha256(self) -> str | None:
+        """A digest of everything that a finished teacher has learned; None where that is nothing.
+        Collective."""
+        digest: str = self.network.sha256()
+        return digest
 
     def named_sha256(self) -> dict[str, str]:
         """:attr:`sha256` by a name for messages. Collective."""
-        return {f"teacher {self.settings.phase_a.teacher}, sha256": self.sha256}
+        return {f"teacher {self.settings.phase_a.teacher}, sha256": str(self.sha256)}
 
     def notes(self) -> StoreNotes:
         """What a store notes of the teacher and its images."""
-        phase = self.settings.phase_a
-        data = self.settings.data.model_dump(mode="json", exclude={"buckets"})
-        if isinstance(self.teacher, VitTeacher):
-            probe = self.probe is not None
-            predicts = probe or self.teacher.predicts
-            return StoreNotes(teacher=phase.teacher, predicts=predicts, probe=probe, data=data)
-        return StoreNotes(mode=phase.mode, label_passes=self.teacher.passes or 1, data=data)
+        raise NotImplementedError
+
+    def noted_data(self) -> dict[str, Any]:
+        """The settings of the images, for :meth:`notes`."""
+        return self.settings.data.model_dump(mode="json", exclude={"buckets"})
+
+    @property
+    def width(self) -> int:
+        """Channels of its network, which decide the precision of an export; 0 for float32."""
+        return 0
+
+    @property
+    def features(self) -> int | None:
+        """The number D of its pooled features; None of a teacher without such."""
+        return None
+
+    @property
+    def kept_prefix(self) -> int:
+        """Class and register tokens in its maps."""
+        return 0
+
+    def timed(self) -> tuple[nn.Module, int]:
+        """The network to measure the speed of, and the pixels a side of its images."""
+        return self.network, self.data.image_size
+
+
+def teacher_class(settings: Settings) -> type[Teacher]:
+    """The class of the teacher that the settings name, imported at its first use."""
+    module, _, name = settings.phase_a.kind.implementation.partition(".")
+    loaded: type[Teacher] = getattr(import_module(f"gaupipe.teachers.{module}"), name)
+    return loaded
+
+
+def outline(settings: Settings, data: ImageData) -> Teacher:
+    """As :meth:`Teacher.outline`, of the teacher that the settings name."""
+    return teacher_class(settings).outline(settings, data)
 
 
 UPPER_ACCURACY = 0.98
 """Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
 
 
-def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
+def ending(phase: PhaseASettings, metrics: Sequence[EpochMetrics]) -> str:
     """A line about a teacher that is trained: why its training ended, and whether its accuracy on
     the training images lies in the window."""
     rate = "phase_a.optim.lr"
@@ -174,6 +318,11 @@ def ending(phase: PhaseASettings, metrics: list[EpochMetrics]) -> str:
         f"ended after {epochs} of {phase.max_epochs} epochs: the training accuracy {accuracy:.4f} "
         f"has reached phase_a.stop_accuracy={phase.stop_accuracy}"
     )
+
+
+def metrics_of_no_epoch() -> EpochMetrics:
+    """The line of metrics.jsonl for a teacher that phase A does not train."""
+    return {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None, "seconds": 0.0}
 
 
 def identity(settings: Settings, data: ImageData) -> Identity:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import timm
@@ -21,9 +21,9 @@ from gaupipe.settings import Settings
 from gaupipe.settings.sections import LOCAL, with_whole_path
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.base import TeacherJob
 from gaupipe.teachers.notes import StoreNotes
-from gaupipe.teachers.readable_vit import VitTeacher
+from gaupipe.teachers.readable_vit import ReadableViT
+from gaupipe.teachers.vit import VitTeacher
 from gaupipe.vit.heads import names_of_tokens
 from gaupipe.vit.inputs import SETTING
 from gaupipe.vit.pretrained import load_model
@@ -37,7 +37,7 @@ BATCH = 1
 
 
 @dataclass
-class FilesJob(TeacherJob[VitTeacher]):
+class FilesTeacher(VitTeacher):
     """A ViT on image files, as an export takes a teacher on the data of a run.
 
     images  notes on the images: ``files``, ``transform`` and ``class_names``
@@ -45,15 +45,25 @@ class FilesJob(TeacherJob[VitTeacher]):
 
     images: StoreNotes = field(default_factory=StoreNotes)
 
+    fewer_images: ClassVar[str] = "--images"
+    lighter: ClassVar[str] = "take a smaller --image-size or --model"
+
     @property
     def student_shape(self) -> None:
         """There is no student."""
         return None
 
+    def say_before(self) -> None:
+        """Nothing: there is no student."""
+
+    def prepare_export(self) -> None:
+        """Nothing: the images have no labels for a probe."""
+
     def notes(self) -> StoreNotes:
-        tokens = names_of_tokens(self.teacher.model)
-        predicts = self.teacher.predicts
-        return replace(self.images, teacher=self.teacher.name, predicts=predicts, tokens=tokens)
+        tokens = names_of_tokens(self.network.model)
+        return replace(
+            self.images, teacher=self.network.name, predicts=self.predicts, tokens=tokens
+        )
 
 
 def images_of(
@@ -62,8 +72,8 @@ def images_of(
     with_digest: bool = False,
     files: Sequence[Path] | None = None,
 ) -> ImageData:
-    """The images of :meth:`FilesJob.notes`, whose ``files`` may have been listed already. Raises
-    UserError where they are no longer there."""
+    """The images of :meth:`FilesTeacher.notes`, whose ``files`` may have been listed already.
+    Raises UserError where they are no longer there."""
     paths = [Path(path) for path in notes.files or ()]
     files = files or list(image_files(paths))
     transform = notes.transform
@@ -92,7 +102,7 @@ def open_model(
     image_size: int | None = None,
     to_look: bool = False,
     random_weights: bool = False,
-) -> tuple[FilesJob, str]:
+) -> tuple[FilesTeacher, str]:
     """A model and the image files of ``paths``, and a note for who looks at it.
 
     source      a student's folder, ``local-dir:FOLDER``, ``hf-hub:NAME`` or a timm name
@@ -134,7 +144,7 @@ def job_of(
     *,
     to_look: bool = True,
     named: bool = True,
-) -> FilesJob:
+) -> FilesTeacher:
     """A model, called ``source``, and the image ``files`` that lie at ``paths``. Its classes are
     ``named`` where their names are known. Raises UserError for a model whose attention cannot be
     seen."""
@@ -158,14 +168,14 @@ def job_of(
     )
     data = images_of(images, max(num_classes, 1), not to_look, files)
     try:
-        teacher = VitTeacher(model, data, source)
+        network = ReadableViT(model, data, source)
     except UserError as error:
         raise UserError(str(error).removeprefix(f"{SETTING}: ")) from None
-    teacher.kept_prefix = teacher.prefix
+    network.kept_prefix = network.prefix
     settings = Settings().with_section("phase_a", teacher=source)
     settings = settings.with_section("data", batch_size=BATCH)
     device = select_device("cpu" if to_look else "auto")
-    return FilesJob(settings, data, device, teacher.to(device), images=images)
+    return FilesTeacher(settings, data, device, network.to(device), images=images)
 
 
 def loaded(source: str, download: bool, to_look: bool) -> Any:

@@ -7,7 +7,7 @@ C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,22 +44,35 @@ class GaussianMaps:
     axes: Sequence[tuple[Tensor, Tensor]] = ()
     """For each block the factors [B, H, T, h] and [B, H, T, w] of its map, if computed."""
 
+    dropped: None = None
+    """Gaussians leave no attention out."""
+
+    @property
+    def blocks(self) -> Iterator[Tensor]:
+        """For each block [B, H, T, T] float32, made one by one; rows sum to 1."""
+        for layer in range(self.gaussians.shape[1]):
+            yield self.maps(layers=[layer])[:, 0]
+
     @torch.no_grad()
-    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[B, L, H, T, T], computed in float32 and rounded to ``dtype``."""
-        images, layers, heads, tokens, _ = self.gaussians.shape
-        maps = self.gaussians.new_empty(images, layers, heads, tokens, tokens, dtype=dtype)
+    def maps(
+        self, dtype: torch.dtype = torch.float32, layers: Sequence[int] | None = None
+    ) -> Tensor:
+        """[B, L, H, T, T] of some ``layers``, by default of all, computed in float32 and rounded to
+        ``dtype``."""
+        images, all_layers, heads, tokens, _ = self.gaussians.shape
+        wanted = list(range(all_layers) if layers is None else layers)
+        maps = self.gaussians.new_empty(images, len(wanted), heads, tokens, tokens, dtype=dtype)
         at_once = images
         if maps.device.type == "cpu":
             at_once = max(1, AT_ONCE // (heads * tokens * tokens))
-        for layer in range(layers):
+        for position, layer in enumerate(wanted):
             for first in range(0, images, at_once):
                 part = slice(first, first + at_once)
                 if self.axes:
                     along_y, along_x = (axis[part] for axis in self.axes[layer])
                 else:
                     along_y, along_x = expected_axes(self.gaussians[part, layer], self.grid)
-                maps[part, layer] = outer(along_y, along_x)
+                maps[part, position] = outer(along_y, along_x)
         return maps
 
 
@@ -83,7 +96,7 @@ class Decoder(nn.Module):
             return torch.einsum("blh,lho->blo", nn.functional.gelu(hidden), self.weight2)
 
 
-class Teacher(nn.Module):
+class GaussianViT(nn.Module):
     """A ViT whose blocks hold :class:`~gaupipe.attention.gaussian.GaussianAttention`.
 
     The raw numbers of a Gaussian are prior[block, head, query] plus the image's residual. The

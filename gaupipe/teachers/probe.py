@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from gaupipe.system.progress import EpochProgress
 
 if TYPE_CHECKING:
     from sklearn.linear_model import LogisticRegression
+
+    from gaupipe.teachers.base import Teacher
 
 FOLDS = 5
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -107,37 +109,28 @@ def load_probe(path: Path, source: Mapping[str, object]) -> Probe | None:
         ) from None
 
 
-def source_of_probe(job: Any) -> dict[str, object]:
-    """What the probe of a :class:`~gaupipe.teachers.base.TeacherJob` follows from."""
-    data = job.data
-    return {
-        "teacher": job.sha256,
-        "training images": data.sha256,
-        "validation images": data.val_sha256,
-        "seed": job.settings.seed,
-    }
-
-
-def fit_probe(job: Any) -> Probe:
-    """The probe of a trained ViT on the data of a :class:`~gaupipe.teachers.base.TeacherJob`
-    without predictions of its own. Collective. Raises UserError as :func:`check_probe`."""
-    check_probe(job.data)
+def fit_probe(teacher: Teacher) -> Probe:
+    """The probe of a trained model on the data of its run. Collective. Raises UserError as
+    :func:`check_probe`."""
+    data = teacher.data
+    check_probe(data)
 
     def fit() -> Probe:
-        train, labels = features_of(job, job.data.train)
-        val, val_labels = features_of(job, job.data.val)
-        return fitted(train, labels, val, val_labels, job.data.num_classes, job.settings.seed)
+        train, labels = features_of(teacher, data.train)
+        val, val_labels = features_of(teacher, data.val)
+        seed = teacher.settings.seed
+        return fitted(train, labels, val, val_labels, data.num_classes, seed)
 
     return distributed.from_main(fit)  # the solver may end elsewhere on another machine
 
 
-def features_of(job: Any, split: Split) -> tuple[np.ndarray, np.ndarray]:
+def features_of(teacher: Teacher, split: Split) -> tuple[np.ndarray, np.ndarray]:
     """(features [N, D] float64, labels [N]) of a split, as it is."""
     features = []
     labels = []
     with EpochProgress("features for a linear probe", len(split), 1) as progress:
-        for batch in job.batches(split).in_order():
-            features.append(job.teacher.pooled(batch.images).double().cpu())
+        for batch in teacher.batches(split).in_order():
+            features.append(teacher.network.pooled(batch.images).double().cpu())
             labels.append(batch.labels.cpu())
             progress.advance(len(batch))
     return torch.cat(features).numpy(), torch.cat(labels).numpy()

@@ -1,4 +1,5 @@
-"""A trained vision transformer as a teacher, and the attention maps that it shows.
+"""A trained timm model as a teacher: its predictions and features, and of a vision transformer the
+attention maps that it shows.
 
 Maps are read at the calls of torch's ``scaled_dot_product_attention``
 (:mod:`gaupipe.vit.attention_maps`), so any ViT that attends through that function can be read,
@@ -12,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch
 from timm.layers import Attention
@@ -28,11 +29,16 @@ from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.attention_maps import AttentionReader, attention_map, use_fused_attention
 from gaupipe.vit.inputs import SETTING, input_of
 
+T = TypeVar("T")
 MatchedBy = Literal["name", "number"]
 
 PROBE_INSTEAD = "phase_a.teacher_args={num_classes: 0} takes a linear probe on its features"
 
 READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
+
+
+class UnreadableAttention(UserError):
+    """A model does not show the attention of every block over all patches."""
 
 
 @dataclass(eq=False)
@@ -46,8 +52,6 @@ class VitMaps:
     """(h, w) in patches."""
     dropped: Tensor
     """[L, H]: the mean share of a patch's attention that class and register tokens had."""
-    pooled: Tensor | None = None
-    """[B, D] float32, of a teacher without predictions: the features that its head would get."""
 
     def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[B, L, H, T, T], rounded to ``dtype``."""
@@ -65,26 +69,22 @@ class VitMaps:
         return replace(self, blocks=blocks, grid=grid)
 
 
-class VitTeacher(nn.Module):
-    """Any timm model whose blocks attend over all patches, in eval mode.
+class PredictingModel(nn.Module):
+    """Any timm model with a head or features, in eval mode.
 
-    Raises UserError, naming the model, for one whose attention cannot be read, and for one whose
-    input cannot be made of the data set's images.
+    Raises UserError, naming the model, for one whose input cannot be made of the data set's images.
 
-    Attributes: ``name``; ``takes``, its :class:`Input`; ``grid`` (h, w); ``layers``; ``heads``;
-    ``prefix``, the number of class and register tokens, and ``kept_prefix``, of those in its maps;
-    ``classes``, for each class of the data set its number in the head, and ``matched_by``, how
-    :func:`classes_in` found them; both None for a model that predicts no classes or others.
+    Attributes: ``name``; ``takes``, its :class:`Input`; ``classes``, for each class of the data set
+    its number in the head, and ``matched_by``, how :func:`classes_in` found them, both None for a
+    model that predicts no classes or others; ``features``, the number D of its pooled features.
     """
 
     model: Any  # some class of timm's
-    kept_prefix = 0
 
     def __init__(self, model: nn.Module, data: ImageData, name: str) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.name = name
-        use_fused_attention(self.model)
         self.num_classes = data.num_classes
         self.classes: list[int] | None = None
         self.matched_by: MatchedBy | None = None
@@ -92,55 +92,36 @@ class VitTeacher(nn.Module):
         if matched is not None:
             self.classes, self.matched_by = matched
         self.takes = input_of(model, data, name)
-        self.grid, self.layers, self.heads, self.prefix = self._shape_of_maps(data)
+        self.features: int
+        self._look_at(data)
 
     @property
     def predicts(self) -> bool:
         """Whether it predicts the classes of the data set."""
         return self.classes is not None
 
-    @torch.inference_mode()
-    def forward_with_maps(
-        self,
-        images: Tensor,
-        parameters: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        layers: Sequence[int] | None = None,
-    ) -> tuple[Tensor, VitMaps]:
-        """(log-probabilities [B, C] float32, attention of the blocks ``layers``, by default of all)
-        of images [B, channels, height, width] as the teacher ``takes`` them; zeros where it
-        predicts no classes. A ViT has no ``parameters`` of images and draws nothing.
-
-        Raises UserError for attention or predictions that are not finite.
-        """
-        chosen = list(range(self.layers) if layers is None else layers)
-        features, maps = self._features(images, chosen)
-        logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
-        pooled = None
-        if self.predicts:
-            logits = self._in_order(self.model.forward_head(features)).log_softmax(-1)
-        else:
-            pooled = self._pooled(features)
-        blocks: list[Tensor] = []
-        dropped: list[Tensor] = []
-        for layer in chosen:
-            map = maps.pop(layer)  # [B, H, P + T, P + T], freed one by one
-            self._finite(map.sum(), f"the attention of its block {layer}")
-            patches, share = without_prefix(map, self.prefix - self.kept_prefix)
-            blocks.append(patches)  # [B, H, T, T]
-            dropped.append(share.mean(0))
-        return logits, VitMaps(blocks, self.grid, torch.stack(dropped), pooled)
-
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them, of a teacher
-        that predicts the data set's classes."""
+        """Logits [B, C] float32 of images [B, channels, height, width] as the teacher ``takes``
+        them, of one that predicts the data set's classes."""
         return self._in_order(self.model(images))
 
     @torch.inference_mode()
     def pooled(self, images: Tensor) -> Tensor:
-        """Features [B, D] float32, as the head gets them, of images as :meth:`forward_with_maps`
-        takes them. Raises UserError for features that are not finite."""
+        """Features [B, D] float32, as the head gets them, of images as :meth:`forward` takes them.
+        Raises UserError for features that are not finite."""
         return self._pooled(self.model.forward_features(images))
+
+    @torch.inference_mode()
+    def predict(self, images: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(log-probabilities [B, C] float32, features [B, D] float32) of images; None where it
+        predicts no classes. Raises UserError for those that are not finite."""
+        return self._outputs(self.model.forward_features(images))
+
+    def _outputs(self, features: Tensor) -> tuple[Tensor | None, Tensor]:
+        logits = None
+        if self.predicts:
+            logits = self._in_order(self.model.forward_head(features)).log_softmax(-1)
+        return logits, self._pooled(features)
 
     def _pooled(self, features: Tensor) -> Tensor:
         pooled = self.model.forward_head(features, pre_logits=True)
@@ -149,6 +130,86 @@ class VitTeacher(nn.Module):
     def _in_order(self, logits: Tensor) -> Tensor:
         """The model's logits as float32 [B, C], in the order of the data set's classes."""
         return self._finite(logits.float(), "its predictions")[:, self.classes]
+
+    def _finite(self, values: Tensor, what: str) -> Tensor:
+        """The same values. Raises UserError for infinite ones and NaN."""
+        if not torch.isfinite(values).all():
+            raise UserError(f"{SETTING}: {self.name}: {what} are not finite numbers")
+        return values
+
+    def sha256(self) -> str:
+        """A digest of the weights and of what they are used in."""
+        text = json.dumps(self._described(), sort_keys=True, default=str)
+        return sha256_of(self.model.state_dict(), text)
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "modules": str(self.model),
+            "arguments": getattr(self.model, "gaupipe_args", None),
+            "classes": self.classes,
+            "takes": asdict(self.takes),
+        }
+
+    def _look_at(self, data: ImageData) -> None:
+        """Raises UserError for a model that cannot take the images of the data set."""
+        self.features = self._see_blank(data, self.pooled).shape[-1]
+
+    def _see_blank(self, data: ImageData, see: Callable[[Tensor], T]) -> T:
+        """What ``see`` makes of a blank image. Raises UserError where the model cannot take it."""
+        size = self.takes.size
+        images = torch.zeros(1, data.channels, size, size)
+        try:
+            return see(images.to(next(self.model.parameters()).device))
+        except (AssertionError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self._start} cannot take the images of {data.name}, of {data.channels} channels "
+                f"and resized to {size} x {size} pixels ({one_line(error)}): set "
+                f"phase_a.teacher_args={{in_chans: {data.channels}}}, or img_size there"
+            ) from None
+
+    @property
+    def _start(self) -> str:
+        return f"{SETTING}: {self.name} ({type(self.model).__name__})"
+
+
+class ReadableViT(PredictingModel):
+    """Any timm model whose blocks attend over all patches, in eval mode.
+
+    Raises UserError, naming the model, for one whose attention cannot be read
+    (:class:`UnreadableAttention`), and for one whose input cannot be made of the data set's images.
+
+    Attributes: those of :class:`PredictingModel`; ``grid`` (h, w); ``layers``; ``heads``;
+    ``prefix``, the number of class and register tokens, and ``kept_prefix``, of those in its maps.
+    """
+
+    kept_prefix = 0
+
+    def __init__(self, model: nn.Module, data: ImageData, name: str) -> None:
+        use_fused_attention(model)
+        super().__init__(model, data, name)
+
+    @torch.inference_mode()
+    def forward_with_maps(
+        self, images: Tensor, layers: Sequence[int] | None = None
+    ) -> tuple[Tensor | None, Tensor, VitMaps]:
+        """(log-probabilities [B, C] float32, features [B, D] float32, attention of the blocks
+        ``layers``, by default of all) of images [B, channels, height, width] as the teacher
+        ``takes`` them; None where it predicts no classes.
+
+        Raises UserError for attention, features or predictions that are not finite.
+        """
+        read = list(range(self.layers) if layers is None else layers)
+        features, maps = self._features(images, read)
+        logits, pooled = self._outputs(features)
+        blocks: list[Tensor] = []
+        dropped: list[Tensor] = []
+        for layer in read:
+            map = maps.pop(layer)  # [B, H, P + T, P + T], freed one by one
+            self._finite(map.sum(), f"the attention of its block {layer}")
+            patches, share = without_prefix(map, self.prefix - self.kept_prefix)
+            blocks.append(patches)  # [B, H, T, T]
+            dropped.append(share.mean(0))
+        return logits, pooled, VitMaps(blocks, self.grid, torch.stack(dropped))
 
     def _features(
         self, images: Tensor, layers: Collection[int] | None = None
@@ -164,12 +225,6 @@ class VitTeacher(nn.Module):
 
         with AttentionReader(see):
             return self.model.forward_features(images), maps
-
-    def _finite(self, values: Tensor, what: str) -> Tensor:
-        """The same values. Raises UserError for infinite ones and NaN."""
-        if not torch.isfinite(values).all():
-            raise UserError(f"{SETTING}: {self.name}: {what} are not finite numbers")
-        return values
 
     def weights(self) -> dict[str, Tensor]:
         """Its weights by timm's names, for a student that starts from them, with the head, if it
@@ -187,37 +242,15 @@ class VitTeacher(nn.Module):
                 weights[name] = head[self.classes]
         return weights
 
-    def sha256(self, per_image: Any = None) -> str:
-        """A digest of the weights and of what they are used in. A ViT has no per-image
-        parameters."""
-        described = {
-            "modules": str(self.model),
-            "arguments": getattr(self.model, "gaupipe_args", None),
-            "grid": self.grid,
-            "layers": self.layers,
-            "heads": self.heads,
-            "prefix": self.prefix,
-            "classes": self.classes,
-            "takes": asdict(self.takes),
-        }
-        text = json.dumps(described, sort_keys=True, default=str)
-        return sha256_of(self.model.state_dict(), text)
+    def _described(self) -> dict[str, Any]:
+        shape = {"grid": self.grid, "layers": self.layers, "heads": self.heads}
+        return super()._described() | shape | {"prefix": self.prefix}
 
     @torch.no_grad()
-    def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
-        """(grid, blocks, heads, prefix) as a blank image shows them."""
+    def _look_at(self, data: ImageData) -> None:
+        """Finds the grid, blocks, heads and prefix as a blank image shows them."""
         model = self.model
-        size = self.takes.size
-        start = f"{SETTING}: {self.name} ({type(model).__name__})"
-        images = torch.zeros(1, data.channels, size, size)
-        try:
-            _, seen = self._features(images.to(next(model.parameters()).device))
-        except (AssertionError, RuntimeError, ValueError, TypeError) as error:
-            raise UserError(
-                f"{start} cannot take the images of {data.name}, of {data.channels} channels and "
-                f"resized to {size} x {size} pixels ({one_line(error)}): set "
-                f"phase_a.teacher_args={{in_chans: {data.channels}}}, or img_size there"
-            ) from None
+        features, seen = self._see_blank(data, self._features)
         maps = [seen[number] for number in sorted(seen)]
         patches = getattr(model, "patch_embed", None)
         grid = getattr(patches, "grid_size", None) or (0, 0)
@@ -227,12 +260,16 @@ class VitTeacher(nn.Module):
         blocks = getattr(model, "blocks", maps)
         shapes = [tuple(map.shape) for map in maps]
         if not maps or shapes != [(1, heads, tokens, tokens)] * len(blocks):
-            raise UserError(
-                f"{start} does not attend over all patches once in every block: {len(maps)} "
+            raise UnreadableAttention(
+                f"{self._start} does not attend over all patches once in every block: {len(maps)} "
                 f"attention maps, of the shapes {sorted({*shapes})}, in {len(blocks)} blocks of "
                 f"{grid[0]} x {grid[1]} patches: {READABLE}"
             )
-        return tuple(grid), len(maps), heads, prefix
+        self.features = model.forward_head(features, pre_logits=True).shape[-1]
+        self.grid: tuple[int, int] = tuple(grid)
+        self.layers = len(maps)
+        self.heads: int = heads
+        self.prefix: int = prefix
 
 
 def classes_in(model: nn.Module, data: ImageData, name: str) -> tuple[list[int], MatchedBy] | None:

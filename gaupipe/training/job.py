@@ -220,8 +220,9 @@ def share_of_dropped_patches(train: TrainSettings, epoch: int, gamma: float = 0.
 
 def drop_patches(student: VisionTransformer, share: float) -> None:
     """From now on the student drops this share of the patches."""
-    if isinstance(student.patch_drop, PatchDropout):
-        student.patch_drop.prob = share
+    patch_drop = getattr(student, "patch_drop", None)
+    if isinstance(patch_drop, PatchDropout):
+        patch_drop.prob = share
 
 
 def remarks_on_patches(train: TrainSettings, epochs: Sequence[EpochPlan]) -> list[str]:
@@ -246,7 +247,7 @@ def training_state(job: Training) -> TrainingState[VisionTransformer]:
         optimizer,
         schedule,
         job.train.optim,
-        choose_precision(job.settings.precision, job.device, job.student.embed_dim),
+        choose_precision(job.settings.precision, job.device, job.student.num_features),
         identity=identity,
     )
 

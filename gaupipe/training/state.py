@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import torch
 from timm.utils import ModelEmaV3
@@ -15,7 +15,6 @@ from gaupipe.system import digests, distributed
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import flush
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers.image_state import ImageState
 
 Identity = dict[str, object]
 """Settings, data and teacher that a checkpoint belongs to, as a message names them: one with other
@@ -55,6 +54,18 @@ class BestEpoch(TypedDict):
     """The state_dict of :attr:`TrainingState.kept` after it."""
 
 
+class PerImageState(Protocol):
+    """The parameters of single images, which lie in files of their own."""
+
+    def commit(self) -> None: ...
+
+    def save(self, folder: Path, name: str) -> dict[str, Any]: ...
+
+    def load(self, folder: Path, saved: dict[str, Any]) -> None: ...
+
+    def remove_superseded(self, folder: Path) -> None: ...
+
+
 @dataclass
 class TrainingState(Generic[Network]):
     """Everything that a checkpoint holds. Random numbers follow from (seed, epoch), and the rate
@@ -65,7 +76,7 @@ class TrainingState(Generic[Network]):
     schedule: Any
     optim: OptimSettings
     precision: str = "float32"
-    per_image: ImageState | None = None
+    per_image: PerImageState | None = None
     identity: Identity = field(default_factory=dict)
     metrics: list[EpochMetrics] = field(default_factory=list)
     finished: bool = False

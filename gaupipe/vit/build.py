@@ -10,7 +10,8 @@ import timm
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-import gaupipe.vit.jit  # noqa: F401  (timm learns gaupipe's names)
+import gaupipe.vit.jit
+import gaupipe.vit.resnet  # noqa: F401
 from gaupipe.settings import ModelSettings
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.initialisation import start_weights

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import timm
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
+from timm.layers import to_2tuple
 from timm.models import load_state_dict, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -26,6 +27,7 @@ from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import replaced
 from gaupipe.vit.build import created
 from gaupipe.vit.models import GauViT
+from gaupipe.vit.resnet import NarrowResNet
 
 STUDENT_FILES = ("config.json", "model.safetensors")
 """The files that timm reads from a student's folder."""
@@ -42,7 +44,7 @@ INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "box", "hamming", "lanczos")
 
 
 def save_student(
-    model: nn.Module,
+    model: Any,
     folder: str | Path,
     label_names: list[str] | None = None,
     **data_config: Any,
@@ -57,7 +59,8 @@ def save_student(
     did not build, for a folder that holds something else than a student, and unless there is a
     name for each class, where there are any.
     """
-    if not (isinstance(model, VisionTransformer) and hasattr(model, "pretrained_cfg")):
+    known = isinstance(model, VisionTransformer | NarrowResNet)
+    if not (known and hasattr(model, "pretrained_cfg")):
         raise UserError("save_student: takes a VisionTransformer that timm.create_model built")
     folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
@@ -75,7 +78,7 @@ def save_student(
         described.pretrained_cfg,
         architecture=architecture,
         num_classes=model.num_classes,
-        input_size=(model.in_chans, *model.patch_embed.img_size),
+        input_size=(model.in_chans, *image_size_of(model)),
         **data_config,
     )
     with replaced(folder) as fresh:
@@ -133,8 +136,18 @@ def class_names(model: Any, count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def architecture_of(model: VisionTransformer) -> tuple[str, dict[str, Any]]:
+def image_size_of(model: Any) -> tuple[int, int]:
+    """(height, width) in pixels of the images that a model is for."""
+    if isinstance(model, VisionTransformer):
+        return tuple(model.patch_embed.img_size)
+    return to_2tuple(model.img_size)
+
+
+def architecture_of(model: Any) -> tuple[str, dict[str, Any]]:
     """(timm architecture, model_args) that rebuild a model, a stock one where possible."""
+    if isinstance(model, NarrowResNet):
+        config: Any = model.pretrained_cfg
+        return config["architecture"], {**model.gaupipe_args, "num_classes": model.num_classes}
     now: dict[str, Any] = dict(
         img_size=list(model.patch_embed.img_size),
         patch_size=list(model.patch_embed.patch_size),

@@ -168,9 +168,9 @@ def read_settings(
         folder = run_dir or Path("runs") / Path(config).stem
         if teacher is None:
             return settings, folder
-        from stages.runs.choices import is_trained  # with numpy
+        from stages.runs.choices import is_given  # with numpy
 
-        if not is_trained(settings.phase_a.teacher):
+        if not is_given(settings.phase_a.teacher):
             return settings, folder
         what = settings.phase_a.teacher
     else:

@@ -108,7 +108,7 @@ def phase_a(
         from stages import phase_a as stage
 
     stage.run(settings, folder, resume=resume, force=force)
-    following = "phase-b" if settings.phase_a.is_local else "export-maps"
+    following = "export-maps" if settings.phase_a.kind.stored else "phase-b"
     say_next([following, "--run-dir", folder])
     print(folder)
 

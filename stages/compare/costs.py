@@ -26,8 +26,7 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.export import outputs
 from gaupipe.settings import Settings
 from gaupipe.system.progress import EpochMetrics, epochs_in
-from gaupipe.teachers.gaussian import build_teacher
-from gaupipe.teachers.vit import build_model
+from gaupipe.teachers.base import outline
 from gaupipe.training.job import drop_patches
 from stages import phase_b
 from stages.compare.trainings import RowTraining, as_teacher
@@ -98,7 +97,7 @@ def phase_a_costs(
     ``metrics``, and of the export of its maps for this training; those of a ``probe`` beside
     them."""
     settings = as_teacher(training.settings)
-    if settings.phase_a.is_local:
+    if not settings.phase_a.kind.stored:
         return {"multiply_adds": 0, "processor_seconds": 0.0}
     data = load_data(settings.data)
     job = load_teacher(training.teacher, data)
@@ -106,7 +105,7 @@ def phase_a_costs(
     exported = outputs(job, schema, job.batches(data.train), np.arange(1))
     forward = multiply_adds(lambda: next(exported))
     export = forward * schema.num_images
-    if job.probe is not None:  # the teacher was trained before: its metrics are the probe's
+    if not job.kind.trained and metrics[-1].get("processor_seconds"):  # of a probe
         probe: Costs = {
             "multiply_adds": forward * (len(data.train) + len(data.val)),
             "processor_seconds": processor_seconds(metrics),
@@ -132,25 +131,11 @@ def with_probe(phase_a: PhaseACosts, learns_predictions: bool) -> Costs:
 
 def teacher_forward_cost(settings: Settings, data: ImageData) -> int:
     """Multiply-adds of a forward pass of a teacher in training, over one image; 0 for a teacher
-    that was trained before."""
-    phase = settings.phase_a
-    images = torch.zeros(1, data.channels, data.image_size, data.image_size)
-    if phase.teacher == "vit":
-        vit = build_model(settings, data).train()
-        return multiply_adds(lambda: vit(images))
-    if not phase.learns_gaussians:
+    that phase A does not train."""
+    if not settings.phase_a.kind.trained:
         return 0
-    teacher = build_teacher(settings, data).train()
-
-    def forward() -> None:
-        parameters = None
-        if phase.learns_of_images:
-            parameters = torch.zeros(1, *teacher.per_image_shape)
-        noise = None
-        if phase.mode == "stochastic":
-            noise = teacher.noise(images, None)
-        teacher(images, teacher.gaussians(parameters), noise)
-
+    forward = outline(settings, data).training_forward()
+    assert forward is not None
     return multiply_adds(forward)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings import (
     ExportSettings,
     PhaseASettings,
@@ -70,14 +69,14 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
     if list(students) == ["standard"]:
         distilled = {DISTILLED: student(first)}
     controls: dict[str, ByName] = {"maps of other images": {"phase_b.shuffle_maps": True}}
-    if base.phase_a.is_local:  # all images have the same maps
+    if not base.phase_a.kind.stored:  # all images have the same maps
         controls = {
             "wrong places": {"phase_a.local.permuted": True},
             "uniform maps": {"phase_a.local.std": [math.inf]},
         }
-    if base.phase_a.learns_gaussians:
+    if base.phase_a.kind.learns_images:
         controls["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
-    if base.phase_b.alpha and not base.phase_a.is_local:
+    if base.phase_b.alpha and base.phase_a.kind.stored:
         labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
         controls["no soft labels"] = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     for name, changes in controls.items():
@@ -183,13 +182,11 @@ def resolve(row: Row, base: Settings) -> Settings:
         }
         return settings.model_copy(update=unused)
     phase_a = settings.phase_a
-    if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
+    if phase_a.kind.learns_images and phase_a.per_image == "none":  # all images have the same maps
         settings = settings.with_section("phase_b", shuffle_maps=False)
-    if phase_a.is_local:  # neither a map nor a prediction of an image, and no store
+    if not phase_a.kind.stored:  # neither a map nor a prediction of an image, and no store
         settings = settings.with_section(
             "phase_b", shuffle_maps=False, alpha=0.0, alpha_epochs=None
         )
         return settings.model_copy(update={"export": ExportSettings()})
-    if not phase_a.learns_gaussians:  # its store is chosen with the shapes of teacher and student
-        return settings
-    return settings.model_copy(update={"export": chosen(settings)})
+    return settings  # its store is chosen when its teacher is known

@@ -14,6 +14,7 @@ from gaupipe.attention import STUDENTS
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.export import make_schema
 from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.student import check_student
 from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
 from gaupipe.settings.sections import LOCAL
@@ -21,13 +22,10 @@ from gaupipe.system import digests
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.teachers import gaussian as gaussian_teacher
-from gaupipe.teachers import local
-from gaupipe.teachers import vit as vit_teacher
-from gaupipe.teachers.base import MapShape, TeacherJob
+from gaupipe.teachers.base import outline
 from gaupipe.training import loggers
 from gaupipe.training.settled import settled
-from gaupipe.training.student import checked_student, untrained_student
+from gaupipe.training.student import checked_student
 from gaupipe.vit.fine_tuning import weights_sha256
 from gaupipe.vit.pretrained import folder_of
 from stages.compare.figures import draw
@@ -155,19 +153,13 @@ def checked(row: Row, settings: Settings, data: ImageData) -> Settings:
         select_device(settings.device, settings.threads)
         if row.plain:
             checked_student(settings, data, settings.baseline_training)
-        elif settings.phase_a.is_local:
-            local.checked_job(settings, data)
-        elif settings.phase_a.learns_gaussians:
-            gaussian_teacher.checked_teacher(settings, data)
-            job = gaussian_teacher.build(settings, Path(), data)
-            gaussian_teacher.training_state(job)
-            make_schema(job, settings.export, sha256="0" * 64)
-        else:
-            vit = vit_teacher.checked_job(settings, data)
-            trained = vit.teacher if isinstance(vit, TeacherJob) else vit.student
-            shape = MapShape.of(trained)
-            student = untrained_student(settings, data)
-            export = chosen(settings, teacher=shape, student=MapShape.of(student))
+            return settings
+        teacher = outline(settings, data)
+        check_student(teacher)
+        teacher.begin(Path()).training_state()
+        if teacher.kind.stored:
+            export = chosen(teacher)
+            make_schema(teacher, export, sha256="0" * 64)
             return settings.model_copy(update={"export": export})
     except (UserError, store.StoreError) as error:
         raise UserError(f"{row.name}: {error}") from None

@@ -120,7 +120,7 @@ class RowTraining:
     @property
     def maps_url(self) -> str | None:
         """The store that the training reads; None for a training without one."""
-        if self.row.plain or self.settings.phase_a.is_local:
+        if self.row.plain or not self.settings.phase_a.kind.stored:
             return None
         return str(self.maps)
 

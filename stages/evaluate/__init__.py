@@ -25,8 +25,8 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, utf8
+from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.notes import StoreNotes
-from gaupipe.teachers.vit import VitJob
 from gaupipe.training.scores import Metrics, classification_metrics, predictions
 from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import class_names, saved_sha256
@@ -91,7 +91,7 @@ def run(
     with, StoreError for the store of another teacher or data set, and for a damaged one.
     """
 
-    def load() -> tuple[TrainedStudent, ImageData, store.Store | None, VitJob | str | None]:
+    def load() -> tuple[TrainedStudent, ImageData, store.Store | None, Teacher | str | None]:
         if out is not None:
             check_file("--out", out)
         if confusion is not None:
@@ -181,12 +181,12 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
     return data
 
 
-def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> VitJob | str | None:
+def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> Teacher | str | None:
     """The run's teacher, if it predicts the classes of unseen images: a trained ViT. Or the reason
     why it is not to be had, where the student learned from another one, or its files have gone."""
     run = student.run
     phase = run.settings().phase_a
-    if phase.learns_gaussians or run.teacher_digest() is None:
+    if not phase.kind.predicts_new_images or run.teacher_digest() is None:
         return None
     if student.has_other_teacher:
         return "the student learned from another teacher than the run's"
@@ -194,14 +194,14 @@ def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> VitJob | str 
         job = load_teacher(run, data)
     except UserError as error:
         return str(error)
-    return job if job.teacher.predicts else None
+    return job if job.predicts else None
 
 
 @torch.inference_mode()
-def beside_teacher(job: VitJob, images: Split, data: ImageData, logits: Tensor) -> BesideTeacher:
+def beside_teacher(job: Teacher, images: Split, data: ImageData, logits: Tensor) -> BesideTeacher:
     """Top-1 accuracy and cross-entropy of a teacher on the split, and the share of images whose
     class it predicts as ``logits`` [N, C] do."""
-    teacher_logits, labels = predictions(job.teacher, images, data, job.settings)
+    teacher_logits, labels = predictions(job.network, images, data, job.settings)
     scores = classification_metrics(teacher_logits, labels)
     same = teacher_logits.argmax(-1) == logits.argmax(-1)
     return {

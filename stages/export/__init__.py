@@ -6,27 +6,26 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import store
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.export import is_complete, make_schema, stored_export
+from gaupipe.distillation.export import Exported, is_complete, make_schema, stored_export
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import with_anytime, with_overrides
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.base import TeacherJob
-from gaupipe.teachers.files import FilesJob, open_model
+from gaupipe.system.progress import say
+from gaupipe.teachers.base import Teacher
+from gaupipe.teachers.files import open_model
 from gaupipe.teachers.local import described
 from gaupipe.teachers.vit import (
     other_teacher,
-    probe_where_others_are_predicted,
-    say_what_students_lack,
 )
 from stages.export.place import Place
 from stages.export.writing import write
@@ -90,14 +89,15 @@ class ExportRequest:
             settings = settings.model_copy(update={"download": True})
         return settings
 
-    def load(self, settings: Settings) -> TeacherJob[Any]:
+    def load(self, settings: Settings) -> Teacher:
         """The finished teacher of the run, or the other one, on the run's data."""
-        job: TeacherJob[Any]
+        job: Teacher
         if self.teacher is None:
-            job = load_teacher(self.directory, self.data, now=settings)
+            images = self.data or self.directory.load_data(settings, unlabelled=True)
+            job = load_teacher(self.directory, images, now=settings)
         else:
             tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
-            images = self.data or self.directory.load_data(settings)
+            images = self.data or self.directory.load_data(settings, unlabelled=True)
             args = tree["phase_a"]["teacher_args"]
             job = other_teacher(settings, images, self.teacher, args, self.download)
         if self.augment is not None:
@@ -109,12 +109,23 @@ def run(request: ExportRequest) -> str | None:
     """Writes a store and returns its path or URL; None for ``local``, which has none. An
     unfinished store of the same teacher is continued: its finished shards stay."""
     settings = request.checked_settings()
-    if settings.phase_a.is_local and request.teacher is None:
+    if not settings.phase_a.kind.stored and request.teacher is None:
         url = None if request.is_own_store else request.place.url
         say_nothing_to_export(settings, url)
         return None
-    with request.directory.locked(shared=request.place.part is not None):
-        return export(partial(request.load, settings), request.place, request.asked)
+    place = request.place
+    with request.directory.locked(shared=place.part is not None):
+        teacher = ready(partial(request.load, settings))
+        data = teacher.data
+        both = request.is_own_store and data.unlabelled is not None
+        if both and not place.replaces and is_complete(place.url, teacher.sha256):
+            say(f"export: {place.url} is complete")
+        else:
+            export(teacher, place, request.asked, Exported.train(data))
+        if both:
+            others = replace(place, url=str(request.directory.unlabelled_maps))
+            export(teacher, others, request.asked, Exported.unlabelled(data))
+    return place.url
 
 
 def say_nothing_to_export(settings: Settings, out: str | None) -> None:
@@ -144,32 +155,37 @@ def run_model(
     returns its path or URL. No run is needed. ``image_size`` is as in
     :func:`gaupipe.teachers.files.open_model`, ``asked`` as in :class:`ExportRequest`."""
 
-    def load() -> TeacherJob[Any]:
+    def load() -> Teacher:
         place.check()
         kind = asked.get("kind")
         if kind in MAP_KINDS and store.KINDS[kind].has_maps and not store.KINDS[kind].has_prefix:
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
         return open_model(model, files, download, image_size)[0]
 
-    return export(load, place, asked)
+    teacher = ready(load)
+    export(teacher, place, asked, Exported.train(teacher.data))
+    return place.url
 
 
-def export(load: Callable[[], TeacherJob[Any]], place: Place, asked: dict[str, Any]) -> str:
-    """Writes the store of the teacher that ``load`` gives, and returns its URL."""
-    job = distributed.main_first(load)
-    if not isinstance(job, FilesJob):  # which has no students
-        say_what_students_lack(job)
-        probe_where_others_are_predicted(job)
+def ready(load: Callable[[], Teacher]) -> Teacher:
+    """The teacher that ``load`` gives, which can predict."""
+    teacher = distributed.main_first(load)
+    teacher.say_before()
+    teacher.prepare_export()
+    return teacher
+
+
+def export(job: Teacher, place: Place, asked: dict[str, Any], images: Exported) -> None:
+    """Writes the store of what a teacher says of some ``images``."""
     chosen = place.choose(job, asked)  # before any rank has begun a store there
     ranks.check_same(job.settings, job.data, job.named_sha256())
-    schema = make_schema(job, chosen, job.sha256)
+    schema = make_schema(job, chosen, images, job.sha256)
     with contextlib.ExitStack() as held:
         if distributed.is_main():
             held.enter_context(place.held(job, schema))
         # no rank goes on before all have listed what is pending, so they list the same shards
         writer, pending = distributed.main_first(lambda: place.open(job, schema))
-        write(job, writer, pending, place.part, place.license)
-    return place.url
+        write(job, writer, pending, images.split, place.part, place.license)
 
 
 def ensure(
@@ -189,9 +205,12 @@ def ensure(
     asked = {} if export is None else export.model_dump(exclude_none=True)
 
     def is_there() -> bool:
-        if directory.settings().phase_a.is_local:
+        if not directory.settings().phase_a.kind.stored:
             return True
-        if not is_complete(url, directory.teacher_digest()):
+        urls = [url]
+        if out is None and data is not None and data.unlabelled is not None:
+            urls.append(str(directory.unlabelled_maps))
+        if not all(is_complete(each, directory.teacher_digest()) for each in urls):
             return False
         stored = stored_export(url)
         for name, value in asked.items():

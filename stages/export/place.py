@@ -16,10 +16,8 @@ from gaupipe.system import distributed
 from gaupipe.system.device import choose_precision
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
-from gaupipe.teachers.base import TeacherJob
-from gaupipe.teachers.files import FilesJob
-from gaupipe.teachers.readable_vit import VitTeacher
-from stages.runs.resources import LIGHTER, SHARD_MB, check_disk, check_memory, export_memory
+from gaupipe.teachers.base import Teacher
+from stages.runs.resources import SHARD_MB, check_disk, check_memory, export_memory
 
 MOST_SHARD_MB = 4000
 """Each reader of a damaged shard, and ``verify``, holds one in memory."""
@@ -45,6 +43,11 @@ class Place:
     complete if no shard is missing then."""
     license: str | None = None
     """Of the images, as the Hub names it (``cc-by-4.0``), for the store's card."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a complete store may be written again."""
+        return self.overwrite or self.repair
 
     def check(self) -> None:
         """Raises UserError or StoreError for options that exclude each other, and for a place where
@@ -73,39 +76,30 @@ class Place:
         if not 0 < self.shard_mb <= MOST_SHARD_MB:
             raise UserError(f"--shard-mb {self.shard_mb:g}: should be at most {MOST_SHARD_MB}")
 
-    def check_resources(self, job: TeacherJob[Any], schema: store.Schema) -> None:
+    def check_resources(self, job: Teacher, schema: store.Schema) -> None:
         """Raises UserError for a store that the disk or the memory does not seem to hold."""
         folder = store.local_folder(self.url)
         if self.force or folder is None:
             return
-        has_files = isinstance(job, FilesJob)
-        images = "--images" if has_files else "data.train_images"
         shared = sum(array.nbytes for array in (decoder(job, schema.kind) or {}).values())
-        place = f"choose another --out or --kind, or fewer {images}"
+        place = f"choose another --out or --kind, or fewer {job.fewer_images}"
         parts = 1 if self.part is None else self.part[1]  # each writes its share
         check_disk("export", schema.total_bytes // parts + shared, folder, place)
         world_size = distributed.world_size()
-        needed = export_memory(
-            job.settings, job.teacher, job.data, schema, self.shard_mb, world_size
-        )
-        lighter = "take a smaller --image-size or --model" if has_files else LIGHTER
-        check_memory("export", needed, lighter)
+        needed = export_memory(job, schema, self.shard_mb, world_size)
+        check_memory("export", needed, job.lighter)
 
-    def choose(self, job: TeacherJob[Any], options: dict[str, Any]) -> ExportSettings:
+    def choose(self, job: Teacher, options: dict[str, Any]) -> ExportSettings:
         """The kind of the store and its encoding, k and views."""
         stored = None if self.overwrite else stored_export(self.url)
-        student = None
-        if not job.settings.phase_a.learns_gaussians:
-            student = job.student_shape
-        export = chosen(job.settings, stored, options, job.shape, student)
-        if isinstance(job.teacher, VitTeacher):
-            width = job.teacher.model.num_features
-            precision = choose_precision(export.precision or "auto", job.device, width)
+        export = chosen(job, stored, options)
+        if job.width:
+            precision = choose_precision(export.precision or "auto", job.device, job.width)
             export = export.model_copy(update={"precision": precision})
         return export
 
     @contextlib.contextmanager
-    def held(self, job: TeacherJob[Any], schema: store.Schema) -> Iterator[None]:
+    def held(self, job: Teacher, schema: store.Schema) -> Iterator[None]:
         """Keeps other processes out of a folder while a store is written there. Raises UserError
         where another one writes, or there is no room."""
         self.check_resources(job, schema)
@@ -119,15 +113,13 @@ class Place:
         with alone_in(folder, BUSY, shared=self.part is not None):
             yield
 
-    def open(
-        self, job: TeacherJob[Any], schema: store.Schema
-    ) -> tuple[store.Writer, list[store.Shard]]:
+    def open(self, job: Teacher, schema: store.Schema) -> tuple[store.Writer, list[store.Shard]]:
         """The writer of a rank, and the shards that are still to be written. The first rank makes
         the store, or continues or repairs it."""
         writer = self._open(job, schema)
         return writer, writer.pending()
 
-    def _open(self, job: TeacherJob[Any], schema: store.Schema) -> store.Writer:
+    def _open(self, job: Teacher, schema: store.Schema) -> store.Writer:
         if not distributed.is_main():
             return store.join(self.url)
         shard_bytes = int(self.shard_mb * 1e6)

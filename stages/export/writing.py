@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 import store
+from gaupipe.data.splits import Split
 from gaupipe.distillation.export import outputs
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochProgress
-from gaupipe.teachers.base import TeacherJob
+from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.notes import StoreNotes
 from stages.publish import store_card
 from stages.runs.resources import WRITERS
@@ -26,15 +27,17 @@ Part = tuple[int, int] | None
 
 
 def write(
-    job: TeacherJob[Any],
+    job: Teacher,
     writer: store.Writer,
     everything: Sequence[store.Shard],
+    split: Split,
     part: Part = None,
     license: str | None = None,
 ) -> None:
-    """Runs the teacher over the images of ``everything`` that is pending, or of a ``part`` of it;
-    shards are encoded and stored while the next are made. Part i of n has the shards i - 1, i - 1 +
-    n, and so on, and of W ranks rank r writes every W-th of the pending ones."""
+    """Runs the teacher over the images of a ``split`` in the shards ``everything`` that are
+    pending, or in a ``part`` of them; shards are encoded and stored while the next are made. Part i
+    of n has the shards i - 1, i - 1 + n, and so on, and of W ranks rank r writes every W-th of the
+    pending ones."""
     schema = writer.schema
     world_size = distributed.world_size()
     number, count = part or (1, 1)
@@ -49,7 +52,7 @@ def write(
         ThreadPoolExecutor(WRITERS, "export") as pool,
     ):
         progress.line(announcement(schema, images, part))
-        batches = job.batches(job.data.train)
+        batches = job.batches(split)
         writes: deque[Future[Any]] = deque()
         for shard in mine:
             entries = np.arange(shard.start, shard.stop)

@@ -23,14 +23,15 @@ from gaupipe.data.images import FileImages
 from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.job import MapReader
+from gaupipe.distillation.job import MapReader, constant_maps
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.losses import TeacherMaps, without_keys
 from gaupipe.maps.stored import StoredGaussians
 from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
-from gaupipe.teachers import files, local
+from gaupipe.teachers import files
+from gaupipe.teachers.base import outline
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.vit.attention_maps import use_fused_attention
 from gaupipe.vit.capture import Traced, trace
@@ -298,11 +299,11 @@ class StudentMaps(LiveMaps):
         if self.store is not None and not self.store.schema.has_maps:
             self.store = None
         learned = student.distilled and recorded_store(student.folder) is None
-        self.local = settings.phase_a.is_local and learned and self.store is None
+        self.local = not settings.phase_a.kind.stored and learned and self.store is None
 
         self._teacher_maps: Callable[[Batch], TeacherMaps]
         if self.local:
-            maps = local.constant_maps(settings, model, CPU)
+            maps = constant_maps(outline(settings, data), model)
             self._teacher_maps = lambda _batch: maps
         elif self.store is not None:
             self._teacher_maps = MapReader(self.store, model, settings.phase_b, CPU)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gaupipe.data.folder import FolderFacts
 from gaupipe.settings import FILE_IMAGE_SIZE
 from gaupipe.settings.load import Tree, set_value
+from gaupipe.settings.teachers import TEACHERS, teacher_kind
 from gaupipe.system.files import from_here
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ MODEL = (64, 4, 132_000)
 GPU_MODEL = (192, 9, 600_000)
 BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images than, batch_size)
 FEWEST_EPOCHS = 12
+FEWEST_EPOCHS_OF_MANY = 10
+SEEN_OF_MANY = 230_000
+"""Images that a student sees in all its epochs where most have no labels: 10 epochs of 23,000
+images of CIFAR-10 (docs/results/data/unlabelled.json)."""
+SMALLEST_SHARE = 0.05
+RESNET_RATE = 0.016
 MOST_EPOCHS = 90
 OTHER_RATE = 1e-3
 """The learning rate of optimizers that nothing was measured with."""
@@ -71,9 +78,9 @@ class TeacherSizes:
     weights: dict[str, Any]
 
 
-def is_trained(teacher: Any) -> bool:
+def is_given(teacher: Any) -> bool:
     """True for the name of a teacher that was trained before."""
-    return isinstance(teacher, str) and teacher not in ("gaussian", "vit", "local")
+    return isinstance(teacher, str) and teacher not in TEACHERS
 
 
 @dataclass
@@ -137,8 +144,11 @@ def choose(
     else:
         size, tokens = _choose_sizes(choices, facts, SLICE_SIZES, "patch")
         maps = _choose_slice(choices, teacher, SLICE_WIDTH[gpu], depth)
-    epochs = min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS)
-    _choose_training(choices, images, epochs)
+    teacher = choices.given("phase_a.teacher")
+    if facts.unlabelled or (isinstance(teacher, str) and not teacher_kind(teacher).shows_maps):
+        _choose_predictions(choices, images, facts.unlabelled, seen)
+    else:
+        _choose_training(choices, images, epochs_of(images, seen))
     query_bytes = 2 * max(8, tokens // 4)  # in a store of a quarter of the keys
     view_bytes = images * tokens * maps * query_bytes
     _choose_augmentation(choices, images, facts.counts, size, view_bytes)
@@ -258,22 +268,58 @@ def _choose_flip(choices: Choices, classes: Iterable[str]) -> None:
     choices.choose("augment.flip", not characters, reason)
 
 
+def epochs_of(images: int, seen: int) -> int:
+    """The epochs that show a model so many images in all."""
+    return min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS)
+
+
+def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: int) -> None:
+    """Chooses a teacher that predicts the images without labels, and a student that learns from its
+    predictions: each image weighs the same."""
+    reason = "a narrow ResNet that learns from the labels; a pretrained model's name is better"
+    teacher = choices.choose("phase_a.teacher", "resnet", reason)
+    choices.choose("model.attention", "standard", "its attention; another one is --student NAME")
+    labels_epochs = epochs_of(images, seen)
+    if teacher_kind(teacher).trained:
+        choices.choose("phase_a.stop_accuracy", 1.0)
+        choices.choose("phase_a.max_epochs", labels_epochs, "of the teacher, on the labels")
+        choices.choose("phase_a.augment", True)
+    if teacher == "resnet":
+        choices.choose("phase_a.optim.lr", RESNET_RATE, "its learning rate, of timm's Muon")
+    both = images + unlabelled
+    epochs = min(max(SEEN_OF_MANY // both, FEWEST_EPOCHS_OF_MANY), MOST_EPOCHS)
+    epochs = choices.given("train.epochs") or epochs  # else it is the student's, too
+    epochs = choices.choose("phase_b.epochs", epochs, f"which show it {epochs * both:,} images")
+    if choices.given("train.epochs") is None:  # else they are the baseline's, too
+        choices.choose("train.epochs", labels_epochs, "of the baseline, on the labels alone")
+    choices.choose("baseline.epochs", choices.given("train.epochs"))
+    share = 0.5
+    if unlabelled:
+        share = max(SMALLEST_SHARE, round(images / both, 2))
+    choices.choose("phase_b.beta", share, "the weight of the labels: the share of their images")
+    choices.choose("phase_b.alpha", round(1 - share, 2), "the weight of the teacher's predictions")
+    choices.choose("phase_b.gamma", 0.0, "no attention maps: they added little to predictions")
+    choices.choose("export.kind", "predictions", "of each image as it is, 2 bytes for each class")
+    _choose_batch(choices, both)
+    _choose_optimizer(choices, epochs)
+
+
 def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     """Chooses a teacher, a student with twice the epochs of one that is trained here, and a
     baseline with those of both."""
     reason = "a sharp map round each token, the same for all images, without training"
     teacher = choices.choose("phase_a.teacher", "local", reason)
-    if not is_trained(teacher):
+    if not is_given(teacher):
         choices.choose("phase_a.stop_accuracy", 1.0)
     choices.choose("model.attention", "standard", "its attention; another one is --student NAME")
     if choices.given("train.epochs") is None:  # else it is the student's, too
         student_epochs = epochs
-        if teacher in ("vit", "gaussian"):  # which take a third of the time
+        if teacher_kind(teacher).trained:  # which take a third of the time
             student_epochs = round(epochs * 2 / 3)
         choices.choose("phase_b.epochs", student_epochs, "of the student")
     student_epochs = choices.given("phase_b.epochs") or choices.given("train.epochs")
     epochs = student_epochs
-    if teacher in ("vit", "gaussian"):
+    if teacher_kind(teacher).trained:
         teacher_epochs = max(1, student_epochs // 2)
         epochs += choices.choose("phase_a.max_epochs", teacher_epochs, "of the teacher")
     key = "train.epochs"
@@ -282,13 +328,13 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     choices.choose(key, epochs, f"which show a ViT {epochs * images:,} images")
     choices.choose("phase_b.alpha", 0.0)
     choices.choose("phase_b.beta", 1.0)
-    weight = 0.25 if teacher == "local" else 0.3
+    weight = 0.3 if teacher_kind(teacher).stored else 0.25
     gamma = choices.choose("phase_b.gamma", weight, "the weight of the teacher's attention maps")
     schedule = choices.choose("phase_b.gamma_schedule", "stop_after")
     if schedule == "stop_after" and gamma:
-        share = 2 / 5 if teacher == "local" else 1 / 3
+        share = 1 / 3 if teacher_kind(teacher).stored else 2 / 5
         gamma_epochs = max(1, int(share * student_epochs))
-        if is_trained(teacher):
+        if is_given(teacher):
             gamma_epochs = min(gamma_epochs, MOST_VIEWS)
         choices.choose("phase_b.gamma_epochs", gamma_epochs, "epochs with these maps")
     if teacher == "gaussian":
@@ -298,6 +344,11 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         reason = "the width of its Gaussians in tokens, by head"
         choices.choose("phase_a.local.std", LOCAL_STDS.get(heads, [0.7, 1.5, 3.0]), reason)
     _choose_batch(choices, images)
+    _choose_optimizer(choices, student_epochs)
+
+
+def _choose_optimizer(choices: Choices, student_epochs: int) -> None:
+    """Chooses the learning rate, and timm's Muon with its schedule unless another one is given."""
     optimizer = choices.given("train.optim.name")
     if optimizer in (None, "muon"):
         choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
@@ -328,7 +379,7 @@ def _choose_augmentation(
     learns = choices.given("phase_b.gamma") and epochs and alpha_epochs <= epochs
 
     teacher = choices.given("phase_a.teacher")
-    shows_views = teacher == "vit" or is_trained(teacher)
+    shows_views = teacher == "vit" or is_given(teacher)
     moves = choices.given("augment.crop_padding") and shows_views
     most = int(MOST_BYTES / view_bytes)
     if learns and moves and most > 1:
@@ -336,7 +387,7 @@ def _choose_augmentation(
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", views, reason)
 
-    if is_trained(teacher):
+    if is_given(teacher):
         reason = "a quarter of each query's keys, those with the largest attention"
         choices.choose("export.kind", "topk", reason)
 

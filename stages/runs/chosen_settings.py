@@ -14,7 +14,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.load import load_merged, parse, with_overrides
 from gaupipe.system.errors import UserError
-from stages.runs.choices import FEW_IMAGES, choose, fine_tuning, has_gpu, is_trained
+from stages.runs.choices import FEW_IMAGES, choose, fine_tuning, has_gpu, is_given
 from stages.runs.directory import RunDirectory
 from stages.runs.trained_teacher import choose_start, look_at
 
@@ -55,10 +55,11 @@ def settings_for(
     download = bool(given.get("download"))
     facts = facts_of(DataSettings.model_validate(images), download, unlabelled=not plain)
     sizes = None
-    if is_trained(phase.teacher):
+    starts = is_given(phase.teacher) and not facts.unlabelled
+    if starts:
         sizes = look_at(phase.teacher, phase.teacher_args)
     choices = choose(facts, place, has_gpu(given), given, sizes)
-    if is_trained(phase.teacher):
+    if starts:
         choose_start(choices, sizes)
     settings = parse(choices.tree, "--set")
     lines = [f"{folder}: {facts}"]
@@ -66,7 +67,7 @@ def settings_for(
         lines.append("these are few images for a ViT from the start; first try a pretrained one:")
         lines.append(f"  {shlex.join(fine_tuning(folder))}")
     lines += [f"  {line}" for line in choices.lines(plain)]
-    if not plain and settings.phase_a.teacher == "vit":
+    if not plain and settings.phase_a.kind.trained:
         lines.append(
             f"'gaupipe train --data {folder}' does without a teacher, in half the time or less"
         )

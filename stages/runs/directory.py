@@ -72,9 +72,18 @@ class RunDirectory:
     def maps(self) -> Path:
         return self.path / "maps.zarr"
 
+    @property
+    def unlabelled_maps(self) -> Path:
+        """The store of what the teacher says of the images without labels."""
+        return self.path / "unlabelled.zarr"
+
     def stored(self) -> Path:
         """The run's own store. Raises UserError where the run's teacher has none."""
-        if not self.maps.exists() and self.config.is_file() and self.settings().phase_a.is_local:
+        if (
+            not self.maps.exists()
+            and self.config.is_file()
+            and not self.settings().phase_a.kind.stored
+        ):
             raise UserError(
                 f"{self.path} has no store: local has the same Gaussians for all images, "
                 "and phase B makes them; 'gaupipe view' shows the maps of its students"

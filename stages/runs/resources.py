@@ -17,10 +17,9 @@ from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.teachers.base import MapShape, images_at_once
-from gaupipe.teachers.gaussian_vit import Teacher
+from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.image_state import record_words
-from gaupipe.teachers.readable_vit import VitTeacher
+from gaupipe.teachers.vit import images_at_once
 from store.layout import Layout, images_fitting
 
 PROCESS_BYTES = 11 * 10**8
@@ -58,27 +57,24 @@ class PhaseAPlan:
     old one stays until the new one is complete."""
 
 
-def make_plan(
-    settings: Settings, model: Any, data: Any, images: int | None = None, world_size: int = 1
-) -> PhaseAPlan:
-    """The plan of phase A in ``world_size`` processes. Pure arithmetic.
-
-    model    a :class:`~gaupipe.teachers.gaussian_vit.Teacher` or a ViT that is the teacher; it
-             may lie on torch's meta device
-    data     an :class:`~gaupipe.data.batches.ImageData`
-    images   the number of training images, where it is not that of ``data``
-    """
+def make_plan(teacher: Teacher, images: int | None = None, world_size: int = 1) -> PhaseAPlan:
+    """The plan of phase A in ``world_size`` processes. Pure arithmetic. The network of the
+    ``teacher`` may lie on torch's meta device; ``images`` is the number of training images, where
+    it is not that of its data."""
+    settings = teacher.settings
     phase = settings.phase_a
-    images = len(data.train) if images is None else images
-    parameters = count_parameters(model)
+    network = teacher.network
+    images = len(teacher.data.train) if images is None else images
+    parameters = count_parameters(network)
     checkpoint = 4 * copies(phase.optim.ema) * parameters if phase.most_epochs else 0
-    size = math.prod(model.per_image_shape) if phase.learns_of_images else 0
+    size = math.prod(network.per_image_shape) if phase.learns_of_images else 0
     if size:
         checkpoint += 9 * images + 4 * size  # and the start of an image
+    ema = phase.optim.ema
     return PhaseAPlan(
         parameters=parameters,
         per_image_parameters=images * size,
-        memory_bytes=training_memory(settings, model, data, phase.optim.ema, world_size),
+        memory_bytes=training_memory(settings, network, teacher.data, ema, world_size),
         disk_bytes=2 * (images * record_words(size) * 4 + checkpoint),
     )
 
@@ -95,7 +91,7 @@ def training_memory(
     the data set, weights with moments and gradients, and the activations of a batch."""
     memory: int = PROCESS_BYTES + 4 * (copies(ema) + 1) * count_parameters(model)
     memory += bytes_of_images(data)
-    vit = model.vit if isinstance(model, Teacher) else model
+    vit = getattr(model, "vit", model)  # in a teacher with Gaussians
     if select_device(settings.device, settings.threads).type == "cpu" and hasattr(vit, "blocks"):
         batch = -(-settings.data.batch_size // world_size)
         tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
@@ -115,56 +111,55 @@ def bytes_of_images(data: ImageData) -> int:
     return 2 * sum(held)
 
 
-def planned_schema(
-    settings: Settings, model: Any, export: ExportSettings, data: ImageData, images: int
-) -> store.Schema:
-    """The schema of the store of an ``export`` that names its kind, but for its digests. ``images``
-    are the training images, where they are not those of ``data``."""
+def planned_schema(teacher: Teacher, export: ExportSettings, images: int) -> store.Schema:
+    """The schema of the store of an ``export`` that names its kind, of so many training images, but
+    for its digests."""
     views = export.views or 1
+    maps: dict[str, Any] = {}
+    if teacher.forms:
+        maps = teacher.shape.in_store(export)
     return store.Schema(
-        **MapShape.of(model).in_store(export),
+        **maps,
         kind=str(export.kind),
         num_images=images * views,
-        num_classes=data.num_classes,
-        dataset=settings.data.title,
+        num_classes=teacher.data.num_classes,
+        dataset=teacher.settings.data.title,
         dataset_sha256="",
         teacher_sha256="",
-        embedding_dim=model.decoder.embedding if export.kind == "embedding" else None,
+        embedding_dim=teacher.network.decoder.embedding if export.kind == "embedding" else None,
+        features_dim=teacher.features if export.features else None,
         encoding=str(export.encoding),
         k=export.k,
         views=views,
-        name_bytes=data.train.name_bytes,
+        name_bytes=teacher.data.train.name_bytes,
     )
 
 
-def store_size(model: Any, schema: store.Schema) -> tuple[int, int]:
+def store_size(teacher: Teacher, schema: store.Schema) -> tuple[int, int]:
     """Bytes before compression, and files, of a store."""
-    shared = MAP_KINDS[schema.kind].decoder(model)
+    shared = MAP_KINDS[schema.kind].decoder(teacher.network)
     numbers = sum(tensor.numel() for tensor in shared.values())
     layout = Layout(schema, images_fitting(schema, SHARD_MB * 10**6))
     return schema.total_bytes + 4 * numbers, layout.num_files(decoder=len(shared))
 
 
 def export_memory(
-    settings: Settings,
-    model: Any,
-    data: ImageData,
-    schema: store.Schema,
-    shard_mb: float = SHARD_MB,
-    world_size: int = 1,
+    teacher: Teacher, schema: store.Schema, shard_mb: float = SHARD_MB, world_size: int = 1
 ) -> int:
     """Bytes that an export takes on the CPU in each process."""
-    if isinstance(model, Teacher):
-        ema = settings.phase_a.optim.ema
-        memory = training_memory(settings, model, data, ema, world_size)
+    settings = teacher.settings
+    network = teacher.network
+    data = teacher.data
+    if "gaussians" in teacher.forms:  # which is read with the state of its training
+        memory = training_memory(settings, network, data, settings.phase_a.optim.ema, world_size)
     else:
-        memory = PROCESS_BYTES + 4 * count_parameters(model) + bytes_of_images(data)
+        memory = PROCESS_BYTES + 4 * count_parameters(network) + bytes_of_images(data)
     shard = max(int(shard_mb * 1e6), schema.bytes_per_image)
     wider = bytes_in_memory(schema) / schema.bytes_per_image
     # beside those that are written one is made and one put together
     memory += round(wider * min((WRITERS + 2) * shard, 2 * schema.total_bytes))
-    if select_device(settings.device, settings.threads).type == "cpu":
-        memory += memory_of_maps(settings, model, schema)
+    if teacher.forms and select_device(settings.device, settings.threads).type == "cpu":
+        memory += memory_of_maps(teacher, schema)
     return memory
 
 
@@ -178,17 +173,17 @@ def bytes_in_memory(schema: store.Schema) -> int:
     return total
 
 
-def memory_of_maps(settings: Settings, model: Any, schema: store.Schema) -> int:
+def memory_of_maps(teacher: Teacher, schema: store.Schema) -> int:
     """Bytes of the maps of a batch, as a teacher shows them and, where they are stored whole, once
     more. Gaussians are no maps; a trained ViT also has the activations of a block."""
-    batch = min(settings.data.eval_batch_size, schema.num_images)
-    own = MapShape.of(model)
+    batch = min(teacher.settings.data.eval_batch_size, schema.num_images)
+    own = teacher.shape
     stored = MapShape.of_store(schema) or own  # a trained ViT shows its maps to no end
     tokens = math.prod(stored.grid) + schema.prefix_tokens
     times = int(schema.kind == "dense")
     activations = 0
-    if not isinstance(model, Teacher):
-        vit = model.model if isinstance(model, VitTeacher) else model
+    if "gaussians" not in teacher.forms:
+        vit = getattr(teacher.network, "model", teacher.network)
         tokens = math.prod(own.grid) + getattr(vit, "num_prefix_tokens", 0)
         batch = images_at_once(batch, own.layers, own.heads, tokens)
         times += 1

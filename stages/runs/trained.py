@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 
@@ -17,11 +16,7 @@ from gaupipe.distillation.student import check_fit
 from gaupipe.settings import Settings
 from gaupipe.settings.load import with_anytime
 from gaupipe.system.errors import UserError
-from gaupipe.teachers import gaussian as gaussian_teacher
-from gaupipe.teachers import vit as vit_teacher
-from gaupipe.teachers.base import MapShape, TeacherJob
-from gaupipe.teachers.probe import load_probe, source_of_probe
-from gaupipe.teachers.vit import VitJob
+from gaupipe.teachers.base import MapShape, Teacher, teacher_class
 from gaupipe.vit.saving import load_folder
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory, check_name
@@ -34,7 +29,7 @@ def load_teacher(
     *,
     with_images: bool = True,
     now: Settings | None = None,
-) -> TeacherJob[Any]:
+) -> Teacher:
     """The finished teacher of a run, in eval mode. ``with_images`` False leaves out the per-image
     parameters; ``now`` says on which device, and whatever else may change at any time, where that
     is not as the run began. Raises UserError if phase A has not finished."""
@@ -42,28 +37,14 @@ def load_teacher(
     if now is not None:
         settings = with_anytime(settings, now)
     data = data or directory.load_data(settings)
-    if not settings.phase_a.learns_gaussians:
-        return load_vit_teacher(directory, settings, data)
-    job = gaussian_teacher.build(
-        settings, directory.phase_a, data, to_read=True, with_images=with_images
-    )
-    state = gaussian_teacher.training_state(job)
-    if not state.load(directory.phase_a / "checkpoint") or not state.finished:
+    if settings.phase_a.kind.stored and directory.teacher_digest() is None:
         raise unfinished(directory)
-    job.teacher = state.kept.eval()
-    return job
-
-
-def load_vit_teacher(directory: RunDirectory, settings: Settings, data: ImageData) -> VitJob:
-    """The finished teacher of a run, with its probe if it has one. Raises UserError where phase A
-    has not finished, and for a teacher that has changed since."""
-    if directory.teacher_digest() is None:
+    teacher = teacher_class(settings).finished(settings, data, directory.phase_a, with_images)
+    if teacher is None:
         raise unfinished(directory)
-    job = vit_teacher.build(settings, data, directory.phase_a / "teacher")
-    check_unchanged(job, directory)
-    if not job.teacher.predicts:
-        job.probe = load_probe(directory.probe, source_of_probe(job))
-    return job
+    if teacher.given_sha256():
+        check_unchanged(teacher, directory)
+    return teacher
 
 
 def unfinished(directory: RunDirectory) -> UserError:
@@ -74,11 +55,11 @@ def unfinished(directory: RunDirectory) -> UserError:
     )
 
 
-def check_unchanged(job: VitJob, directory: RunDirectory) -> None:
+def check_unchanged(teacher: Teacher, directory: RunDirectory) -> None:
     """Raises UserError for another teacher than the run's."""
-    if job.sha256 != directory.teacher_digest():
+    if teacher.sha256 != directory.teacher_digest():
         raise UserError(
-            f"phase_a.teacher: {job.settings.phase_a.teacher} is not the teacher that "
+            f"phase_a.teacher: {teacher.settings.phase_a.teacher} is not the teacher that "
             f"{directory.path} was started with: its weights have changed; restore them, or start "
             "another run"
         )

@@ -17,7 +17,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from gaupipe.system.imports import pip_install
 from gaupipe.system.terminal import fitted
-from gaupipe.teachers.files import FilesJob, images_of, open_model
+from gaupipe.teachers.files import FilesTeacher, images_of, open_model
 from stages.look.image_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
 from stages.view.page import write_page
@@ -87,14 +87,14 @@ def run(
     serve(viewer, port, open_browser, start)
 
 
-def model_viewer(job: FilesJob, note: str = "") -> Viewer:
+def model_viewer(job: FilesTeacher, note: str = "") -> Viewer:
     """The maps of a model on image files, to which others can be added."""
 
     def extend(files: list[Path]) -> ImageData:
         return images_of(job.images, job.data.num_classes, files=files)
 
-    name = ending(job.teacher.name)
-    models: dict[str, Load] = {name: lambda _: LiveMaps(name, job.teacher.model, job.data)}
+    name = ending(job.network.name)
+    models: dict[str, Load] = {name: lambda _: LiveMaps(name, job.network.model, job.data)}
     return Viewer(name, models, data=job.data, note=note, extend=extend)
 
 

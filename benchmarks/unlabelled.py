@@ -1,0 +1,501 @@
+"""What stored predictions of images without labels give a small ViT, and the controls beside it.
+
+    python benchmarks/unlabelled.py prepare CIFAR-10-images CACHE \\
+        --teacher local-dir:deit_tiny_in1k
+    python benchmarks/unlabelled.py train CACHE predictions --seed 1
+    python benchmarks/unlabelled.py rows
+
+``prepare`` reads the images once, takes the teacher's features (192 pixels) and attention maps (128
+pixels, 8 x 8 patches) of the images as they are, and writes them to CACHE. ``train`` trains one of
+:data:`ROWS` with one thread and prints it as one line of JSON. Of the training images 3,000 keep
+their labels (300 a class), 2,000 are validation images and 20,000 others have none; 5,000 test
+images are drawn once. Every training begins with the same images; a seed changes the weights at
+the start, the views and the order.
+
+Core seconds are the processor's, with those of what the row needs of a teacher: its pass over the
+images, or its own training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gaupipe.vit.jit  # noqa: F401  (timm learns gaupipe's names)
+from gaupipe.distillation.losses import FeatureLoss, TeacherMaps
+from gaupipe.maps.gaussians import Geometry
+from gaupipe.maps.stored import StoredRows
+from gaupipe.settings import OptimSettings
+from gaupipe.teachers.probe import FOLDS, Probe, fitted, stratified
+from gaupipe.training.optimizer import build_optimizer
+
+CLASSES = 10
+VALIDATION = 200  # of each class
+UNLABELLED = 20_000
+TEST = 5_000
+GRID = (8, 8)
+BLOCKS = (0, 4, 7, 11)  # of DeiT-Ti's twelve, for the four of the student
+BATCH_SIZE = 64
+MEAN = torch.tensor([0.4914, 0.4822, 0.4465])[:, None, None]
+STD = torch.tensor([0.247, 0.243, 0.262])[:, None, None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training. ``targets`` names whose predictions the images without labels have (all of them
+    are left out where it is None), ``own`` whose the labelled ones have beside their labels."""
+
+    epochs: int = 10
+    targets: str | None = None
+    own: str | None = None
+    labels: int = 3_000
+    unlabelled: int = UNLABELLED
+    shuffled: bool = False
+    maps: str | None = None
+    gamma: float = 1.0
+    map_epochs: int = 4
+    network: str = "conv"
+    lr: float = 4e-3
+    depth: int = 4
+    width: int = 64
+    alpha: float = 0.5
+
+
+ROWS = {
+    "labels": Row(epochs=30),
+    "labels, as many updates": Row(epochs=78),
+    "labels, as many core seconds": Row(epochs=146),
+    "predictions of the labelled images": Row(epochs=30, own="deit"),
+    "narrow ResNet's predictions of the labelled images": Row(epochs=30, own="resnet"),
+    "predictions": Row(targets="deit"),
+    "shuffled predictions": Row(targets="deit", shuffled=True),
+    "narrow ResNet's predictions": Row(targets="resnet"),
+    "the ViT's own predictions": Row(targets="vit"),
+    "predictions and maps": Row(targets="deit", maps="own"),
+    "predictions and other images' maps": Row(targets="deit", maps="other"),
+    "narrow ResNet, labels": Row(epochs=30, network="resnet", lr=0.016),
+    "narrow ResNet, predictions": Row(targets="deit", network="resnet", lr=0.016),
+    "300 labels": Row(epochs=200, labels=300),
+    "300 labels, predictions": Row(targets="deit", labels=300),
+    "residual stem, labels": Row(epochs=30, network="residual"),
+    "residual stem, predictions": Row(targets="deit", network="residual"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare_command = commands.add_parser("prepare")
+    prepare_command.add_argument("folder", type=Path, help="train/CLASS/*.jpg and test/CLASS/*.jpg")
+    prepare_command.add_argument("cache", type=Path)
+    prepare_command.add_argument("--teacher", required=True)
+    train_command = commands.add_parser("train")
+    train_command.add_argument("cache", type=Path)
+    train_command.add_argument("row")
+    train_command.add_argument("--seed", type=int, default=0)
+    train_command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    commands.add_parser("rows")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.command == "rows":
+        print("\n".join(ROWS))
+    elif arguments.command == "prepare":
+        arguments.cache.mkdir(parents=True, exist_ok=True)
+        prepare(arguments.folder, arguments.cache, arguments.teacher)
+    else:
+        row = ROWS[arguments.row]
+        changes = {}
+        for change in arguments.set:
+            field, value = change.split("=")
+            kind = type(getattr(row, field))
+            changes[field] = value if kind is type(None) else kind(value)
+        name = ", ".join([arguments.row, *arguments.set])
+        print(json.dumps(measured(name, replace(row, **changes), arguments.cache, arguments.seed)))
+
+
+# ---------------------------------------------------------------- images and their teacher
+
+
+def prepare(folder: Path, cache: Path, teacher: str) -> None:
+    if not (cache / "images.npz").exists():
+        np.savez(cache / "images.npz", **read_images(folder))
+    images = np.load(cache / "images.npz")
+    seconds = {}
+    for split in ("labelled", "unlabelled", "validation", "test"):
+        started = time.process_time()
+        np.save(cache / f"{split}_features.npy", features_of(images[split], teacher, 192))
+        seconds[f"{split} features"] = time.process_time() - started
+        print(split, round(seconds[f"{split} features"]), "core seconds", flush=True)
+    started = time.process_time()
+    both = np.concatenate([images["labelled"], images["unlabelled"]])
+    np.save(cache / "maps.npy", maps_of(both, teacher, 128))
+    seconds["maps"] = time.process_time() - started
+    print("maps", round(seconds["maps"]), "core seconds", flush=True)
+    (cache / "seconds.json").write_text(json.dumps(seconds))
+
+
+def read_images(folder: Path) -> dict[str, np.ndarray]:
+    """uint8 [N, 32, 32, 3] of each split and the labels [N] of those that have some. The labelled
+    images of 300 labels are the first 30 of each class."""
+    from PIL import Image
+
+    def read(part: str) -> tuple[np.ndarray, np.ndarray]:
+        images = []
+        labels = []
+        for label, class_folder in enumerate(sorted((folder / part).iterdir())):
+            for file in sorted(class_folder.iterdir()):
+                images.append(np.asarray(Image.open(file).convert("RGB")))
+                labels.append(label)
+        return np.stack(images), np.array(labels)
+
+    images, labels = read("train")
+    number = np.concatenate([np.arange(n) for n in np.bincount(labels)])  # within its class
+    last = np.bincount(labels)[labels] - VALIDATION
+    labelled = np.flatnonzero(number < 300)
+    labelled = labelled[np.argsort(number[labelled], kind="stable")]  # class by class, in turns
+    validation = np.flatnonzero(number >= last)
+    rest = np.flatnonzero((number >= 300) & (number < last))
+    rest = np.random.default_rng(5).permutation(rest)[:UNLABELLED]
+    test, test_labels = read("test")
+    drawn = np.random.default_rng(6).permutation(len(test))[:TEST]
+    return {
+        "labelled": images[labelled],
+        "labels": labels[labelled],
+        "validation": images[validation],
+        "validation_labels": labels[validation],
+        "unlabelled": images[rest],
+        "test": test[drawn],
+        "test_labels": test_labels[drawn],
+    }
+
+
+def teacher_batches(images: np.ndarray, size: int, batch: int = 100) -> Any:
+    mean = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
+    std = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+    for start in range(0, len(images), batch):
+        pixels = torch.from_numpy(images[start : start + batch]).permute(0, 3, 1, 2) / 255
+        pixels = F.interpolate(pixels, (size, size), mode="bicubic").clamp(0, 1)
+        yield (pixels - mean) / std
+
+
+def features_of(images: np.ndarray, teacher: str, size: int) -> np.ndarray:
+    """Pooled features [N, D] float16."""
+    model = timm.create_model(teacher, pretrained=True, num_classes=0, img_size=size).eval()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        features = [model(batch).half() for batch in teacher_batches(images, size)]
+    return torch.cat(features).numpy()
+
+
+def maps_of(images: np.ndarray, teacher: str, size: int) -> np.ndarray:
+    """From patches to patches, mean over heads, [N, 4, T, T] float16, rows sum to 1."""
+    model: Any = timm.create_model(teacher, pretrained=True, num_classes=0, img_size=size).eval()
+    seen: dict[int, Tensor] = {}
+    for block in BLOCKS:
+        attention = model.blocks[block].attn
+        attention.fused_attn = False
+
+        def keep(module: nn.Module, inputs: Any, maps: Tensor, block: int = block) -> None:
+            seen[block] = maps
+
+        attention.attn_drop.register_forward_hook(keep)
+    tokens = GRID[0] * GRID[1]
+    stored = np.empty((len(images), len(BLOCKS), tokens, tokens), np.float16)
+    position = 0
+    with torch.inference_mode():
+        for batch in teacher_batches(images, size):
+            model(batch)
+            for index, block in enumerate(BLOCKS):
+                patches = seen[block].mean(1)[:, 1:, 1:]
+                patches = patches / patches.sum(-1, keepdim=True)
+                stored[position : position + len(batch), index] = patches.half().numpy()
+            position += len(batch)
+    return stored
+
+
+@dataclass
+class Cache:
+    """What ``prepare`` has written, and what was made of it since."""
+
+    folder: Path
+    labels_kept: int
+
+    @cached_property
+    def images(self) -> dict[str, np.ndarray]:
+        return dict(np.load(self.folder / "images.npz"))
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        return json.loads((self.folder / "seconds.json").read_text())
+
+    def features(self, split: str) -> np.ndarray:
+        features = np.load(self.folder / f"{split}_features.npy").astype(np.float64)
+        return features[: self.labels_kept] if split == "labelled" else features
+
+    @cached_property
+    def probe(self) -> Probe:
+        """On the features of the labelled images."""
+        return fitted(
+            self.features("labelled"),
+            self.images["labels"][: self.labels_kept],
+            self.features("validation"),
+            self.images["validation_labels"],
+            CLASSES,
+            seed=0,
+        )
+
+    def predictions(self, source: str, split: str, seed: int) -> Tensor:
+        """Probabilities [N, C] of the ``labelled`` images, out of fold, or the ``unlabelled``
+        ones, by the probe on DeiT-Ti or by a network that was trained on the labels."""
+        if source == "deit":
+            features = torch.from_numpy(self.features(split))
+            if split == "labelled":
+                ids = torch.arange(len(features))
+                return self.probe.logits_out_of_fold(features, ids).softmax(-1)
+            return self.probe.logits(features).softmax(-1)
+        saved = np.load(trained_on_labels(self, source, split, seed))
+        return torch.from_numpy(saved["logits"]).softmax(-1)
+
+    def teacher_seconds(self, row: Row, seed: int) -> float:
+        """Of the passes over the images that a training of ``row`` learns from, or of the training
+        of the network that predicted."""
+        share = row.unlabelled / UNLABELLED
+        seconds = 0.0
+        if "deit" in (row.targets, row.own):  # the probe, too, needs the labelled images
+            seconds += self.seconds["labelled features"] * self.labels_kept / 3_000
+        if row.targets == "deit":
+            seconds += share * self.seconds["unlabelled features"]
+        for source, split in ((row.targets, "unlabelled"), (row.own, "labelled")):
+            if source not in (None, "deit"):
+                seconds += float(np.load(trained_on_labels(self, source, split, seed))["seconds"])
+        if row.maps:
+            seconds += self.seconds["maps"]
+        return seconds
+
+
+def trained_on_labels(cache: Cache, source: str, split: str, seed: int) -> Path:
+    """The logits that a network which was trained on the labels alone has for the ``unlabelled``
+    images, or out of fold for the ``labelled`` ones, which takes five trainings. Made once for each
+    seed."""
+    path = cache.folder / f"{source}_{split}_{cache.labels_kept}_{seed}.npz"
+    if path.exists():
+        return path
+    name = {"resnet": "narrow ResNet, labels", "vit": "labels"}[source]
+    row = replace(ROWS[name], labels=cache.labels_kept)
+    started = time.process_time()
+    if split == "unlabelled":
+        network, _ = train(row, cache, seed)
+        logits = logits_of(network, cache.images["unlabelled"])
+    else:
+        labels = cache.images["labels"][: row.labels]
+        images = cache.images["labelled"][: row.labels]
+        folds = stratified(labels, seed)
+        logits = np.empty((len(labels), CLASSES), np.float32)
+        for fold in range(FOLDS):
+            network, _ = train(row, cache, seed, np.flatnonzero(folds != fold))
+            logits[folds == fold] = logits_of(network, images[folds == fold])
+    np.savez(path, logits=logits, seconds=time.process_time() - started)
+    return path
+
+
+# ---------------------------------------------------------------- networks and their training
+
+
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions with a skip."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(x + self.norm2(self.conv2(residual)))
+
+
+def residual_stem(width: int, channels: int = 16) -> nn.Sequential:
+    """Convolutions with a skip at full and half resolution, then tokens of 4 x 4 pixels."""
+
+    def conv(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
+        convolution = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        *conv(3, channels, 1),
+        Residual(channels),
+        *conv(channels, 2 * channels, 2),
+        Residual(2 * channels),
+        *conv(2 * channels, width, 2),
+        nn.Conv2d(width, width, 1),
+    )
+
+
+def build(row: Row) -> nn.Module:
+    if row.network == "resnet":
+        network = timm.create_model(
+            "resnet18", channels=(12, 24, 48, 96), layers=(1, 1, 1, 1), num_classes=CLASSES
+        )
+        network.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        network.maxpool = nn.Identity()
+        return network
+    vit: Any = timm.create_model(
+        "gauvit_atto_patch4_32",
+        stem="conv",
+        embed_dim=row.width,
+        depth=row.depth,
+        num_heads=row.width // 32,
+        mlp_ratio=2,
+    )
+    if row.network == "residual":
+        vit.patch_embed.proj = residual_stem(row.width)
+    return vit
+
+
+def views(images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Images [B, 3, 32, 32] shifted by up to four pixels each way and mirrored, and which were."""
+    count = len(images)
+    padded = F.pad(images, (4, 4, 4, 4), mode="reflect")
+    dx = torch.randint(0, 9, (count,), generator=generator)
+    dy = torch.randint(0, 9, (count,), generator=generator)
+    mirrored = torch.rand(count, generator=generator) < 0.5
+    steps = torch.arange(32)
+    rows = (dy[:, None] + steps)[:, None, :, None].expand(count, 3, 32, 40)
+    columns = (dx[:, None] + steps)[:, None, None, :].expand(count, 3, 32, 32)
+    moved = padded.gather(2, rows).gather(3, columns)
+    moved[mirrored] = moved[mirrored].flip(-1)
+    return moved, mirrored
+
+
+def mirror(mirrored: Tensor) -> Geometry:
+    """Where a view lies in its image, for maps that are mirrored along and not shifted."""
+    scale = torch.ones(len(mirrored), 2)
+    scale[mirrored, 0] = -1
+    return Geometry(torch.zeros_like(scale), scale)
+
+
+def targets_of(row: Row, cache: Cache, seed: int) -> Tensor:
+    """The probabilities [N, C] that the images of a training have: labelled, then unlabelled."""
+    targets = F.one_hot(torch.from_numpy(cache.images["labels"][: row.labels]), CLASSES).float()
+    if row.own:
+        own = cache.predictions(row.own, "labelled", seed)
+        targets = row.alpha * own + (1 - row.alpha) * targets
+    if row.targets:
+        predicted = cache.predictions(row.targets, "unlabelled", seed)[: row.unlabelled]
+        if row.shuffled:
+            order = np.random.default_rng(8).permutation(len(predicted))
+            predicted = predicted[torch.from_numpy(order)]
+        targets = torch.cat([targets, predicted])
+    return targets.float()
+
+
+def train(
+    row: Row, cache: Cache, seed: int, some: np.ndarray | None = None
+) -> tuple[nn.Module, list[float]]:
+    """The trained network and the loss of each epoch; ``some`` are the images that it sees."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    targets = targets_of(row, cache, seed)
+    images = cache.images["labelled"][: row.labels]
+    if row.targets:
+        images = np.concatenate([images, cache.images["unlabelled"][: row.unlabelled]])
+    if some is not None:
+        images, targets = images[some], targets[some]
+    network = build(row)
+    maps = np.load(cache.folder / "maps.npy", mmap_mode="r") if row.maps else None
+    with_maps = FeatureLoss(network) if row.maps else None  # type: ignore[arg-type]
+    steps = len(images) // BATCH_SIZE
+    optim = OptimSettings(lr=row.lr, weight_decay=0.1, warmup_epochs=min(4, row.epochs // 2))
+    optimizer, schedule = build_optimizer(network, optim, row.epochs, steps)  # type: ignore[arg-type]
+    losses = []
+    for epoch in range(row.epochs):
+        network.train()
+        order = torch.randperm(len(images), generator=generator)
+        total = 0.0
+        for step in range(steps):
+            schedule.step_update(epoch * steps + step)
+            ids = order[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]
+            pixels = torch.from_numpy(images[ids]).permute(0, 3, 1, 2) / 255
+            pixels, mirrored = views(pixels, generator)
+            batch = (pixels - MEAN) / STD
+            if maps is not None and with_maps is not None and epoch < row.map_epochs:
+                whose = (ids + 1) % len(images) if row.maps == "other" else ids
+                rows = torch.from_numpy(maps[whose]).float()
+
+                def of_block(block: int, rows: Tensor = rows) -> Tensor:
+                    return rows[:, block, None]
+
+                geometry = mirror(mirrored)
+                stored = StoredRows(of_block, GRID)
+                teacher = TeacherMaps(stored, [0, 1, 2, 3], GRID, geometry=geometry)
+                logits, divergence = with_maps(batch, teacher)
+                loss = F.cross_entropy(logits, targets[ids]) + row.gamma * divergence
+            else:
+                loss = F.cross_entropy(network(batch), targets[ids])
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            total += loss.item()
+        losses.append(total / steps)
+    return network.eval(), losses
+
+
+@torch.inference_mode()
+def logits_of(network: nn.Module, images: np.ndarray) -> np.ndarray:
+    """[N, C] float32 of images as they are."""
+    logits = []
+    for start in range(0, len(images), 500):
+        pixels = torch.from_numpy(images[start : start + 500]).permute(0, 3, 1, 2) / 255
+        logits.append(network((pixels - MEAN) / STD))
+    return torch.cat(logits).numpy()
+
+
+def measured(name: str, row: Row, folder: Path, seed: int) -> dict[str, Any]:
+    cache = Cache(folder, row.labels)
+    teacher_seconds = cache.teacher_seconds(row, seed)
+    started = time.process_time()
+    network, losses = train(row, cache, seed)
+    seconds = time.process_time() - started
+    right = {}
+    for split in ("validation", "test"):
+        predicted = logits_of(network, cache.images[split]).argmax(-1)
+        right[split] = predicted == cache.images[f"{split}_labels"]
+    words = ["python", "benchmarks/unlabelled.py", "train", "CACHE", *sys.argv[3:]]
+    result = {
+        "name": name,
+        "command": shlex.join(words),
+        "data": "cifar10",
+        "images": row.labels,
+        "unlabelled": row.unlabelled if row.targets else 0,
+        "epochs": row.epochs,
+        "seed": seed,
+        "val": round(float(right["validation"].mean()), 4),
+        "test": round(float(right["test"].mean()), 4),
+        "core_seconds": round(seconds + teacher_seconds),
+        "teacher_seconds": round(teacher_seconds),
+        "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        "loss": round(losses[-1], 3),
+        "right": np.packbits(right["test"]).tobytes().hex(),
+    }
+    if "deit" in (row.targets, row.own):
+        result["probe_val"] = round(cache.probe.accuracy, 4)
+    return result
+
+
+if __name__ == "__main__":
+    main()

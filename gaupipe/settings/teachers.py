@@ -1,0 +1,76 @@
+"""The teachers of phase A by name, and what is known of each before it is loaded.
+
+A new teacher is a file in ``gaupipe/teachers/`` and an entry of :data:`TEACHERS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherKind:
+    """What settings and commands know of a teacher without torch."""
+
+    implementation: str
+    """Module and class in ``gaupipe.teachers``."""
+    trained: bool
+    """Whether phase A trains it, in epochs."""
+    stored: bool = True
+    """Whether an export writes what it shows. Phase B makes the maps of any other teacher."""
+    shows_maps: bool = True
+    """Whether it may show attention maps."""
+    predicts_new_images: bool = False
+    """Whether it predicts the classes of images that it was not trained on."""
+    learns_images: bool = False
+    """Whether it may have parameters of single images."""
+    mixes_images: bool = True
+    """Whether its training may mix images."""
+    warm_starts: tuple[str, ...] = ()
+    """The values of ``phase_b.warm_start`` that its weights allow, besides none."""
+    teacher_args: str | None = None
+    """Why it takes no ``phase_a.teacher_args``; None where it takes some."""
+
+
+TEACHERS = {
+    "gaussian": TeacherKind(
+        implementation="gaussian.GaussianTeacher",
+        trained=True,
+        learns_images=True,
+        mixes_images=False,
+        warm_starts=("teacher", "exact"),
+        teacher_args="are for a teacher that is a ViT: see model.args",
+    ),
+    "vit": TeacherKind(
+        implementation="vit.TrainedVit",
+        trained=True,
+        predicts_new_images=True,
+        warm_starts=("teacher", "slice"),
+    ),
+    "resnet": TeacherKind(
+        implementation="resnet.ResNetTeacher",
+        trained=True,
+        shows_maps=False,
+        predicts_new_images=True,
+    ),
+    "local": TeacherKind(
+        implementation="local.LocalTeacher",
+        trained=False,
+        stored=False,
+        teacher_args="are for a network, and local is none: see phase_a.local",
+    ),
+}
+"""Teachers that phase A makes, by the values of ``phase_a.teacher``."""
+
+GIVEN = TeacherKind(
+    implementation="vit.VitTeacher",
+    trained=False,
+    predicts_new_images=True,
+    warm_starts=("teacher", "slice"),
+)
+"""A teacher that was trained before: any other value of ``phase_a.teacher`` names its weights."""
+
+
+def teacher_kind(name: str) -> TeacherKind:
+    """What is known of the teacher that ``phase_a.teacher`` names."""
+    return TEACHERS.get(name, GIVEN)

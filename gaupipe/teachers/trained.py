@@ -1,0 +1,115 @@
+"""A teacher that phase A trains on the labels, in the loop of plain training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaupipe.data.splits import ImageData
+from gaupipe.settings import Settings, TrainSettings
+from gaupipe.settings.sections import LOCAL
+from gaupipe.system import distributed
+from gaupipe.system.device import select_device
+from gaupipe.system.progress import say
+from gaupipe.teachers.base import Teacher, ending, identity
+from gaupipe.teachers.loading import load_network
+from gaupipe.teachers.model import ModelTeacher
+from gaupipe.training.job import EpochPlan, LabelLosses, Training, train, training_state
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.state import TrainingState
+from gaupipe.vit.saving import save_student
+
+
+@dataclass
+class TrainedOnLabels(ModelTeacher):
+    """A model of :meth:`model`, which phase A trains until a training accuracy is reached. Until it
+    has finished, ``network`` is this model itself."""
+
+    @classmethod
+    def model(cls, settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
+        """The freshly started model; on the ``device`` "meta" without weights."""
+        raise NotImplementedError
+
+    @classmethod
+    def outline(cls, settings: Settings, data: ImageData) -> Teacher:
+        model: Any = cls.model(settings, data, "meta")
+        build_optimizer(model, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
+        return cls(settings, data, select_device(settings.device, settings.threads), model)
+
+    def begin(self, folder: Path) -> Teacher:
+        model = self.model(self.settings, self.data).to(self.device)
+        return type(self)(self.settings, self.data, self.device, model)
+
+    @classmethod
+    def finished(
+        cls, settings: Settings, data: ImageData, folder: Path, with_images: bool = True
+    ) -> Teacher | None:
+        teacher = cls(settings, data, select_device(settings.device, settings.threads), None)
+        teacher.read(folder)
+        return teacher
+
+    def read(self, folder: Path) -> None:
+        """Takes the model that was trained into a ``folder``."""
+        remedy = "'gaupipe phase-a --resume' writes it again"
+        network = load_network(f"{LOCAL}{folder / 'teacher'}", self.data, {}, remedy=remedy)
+        self.network = network.to(self.device)
+
+    @property
+    def predicts(self) -> bool:
+        return True
+
+    def given_sha256(self) -> dict[str, str]:
+        return {}
+
+    def check_student(self) -> None:
+        """Nothing: it predicts the classes that it is trained on."""
+
+    def say_before(self) -> None:
+        """Nothing: it is trained for this student."""
+
+    def training(self) -> Training:
+        """Its training: on the labels, until a training accuracy is reached."""
+        settings = self.settings
+        phase = settings.phase_a
+        # no label smoothing: maps of a teacher with smoothed labels teach less
+        how = TrainSettings(epochs=phase.max_epochs, optim=phase.optim)
+        return Training(
+            settings,
+            self.data,
+            self.device,
+            self.network,
+            how,
+            settings.phase_a_augment,
+            LabelLosses(self.network, how, settings.compile),
+            [EpochPlan()] * phase.max_epochs,
+            identity(settings, self.data),
+            stop_accuracy=phase.stop_accuracy,
+        )
+
+    def training_state(self) -> TrainingState[Any]:
+        return training_state(self.training())
+
+    def training_forward(self) -> Callable[[], Tensor]:
+        data = self.data
+        images = torch.zeros(1, data.channels, data.image_size, data.image_size)
+        model = self.model(self.settings, data).train()
+        return lambda: model(images)
+
+    def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
+        """Epochs until the training accuracy is reached or ``max_epochs`` are done; then the model
+        is saved as timm loads it."""
+        assert state is not None
+        train(self.training(), state, folder, "phase A")
+        say(f"phase A: {ending(self.settings.phase_a, state.metrics)}")
+
+        def save_and_read() -> None:
+            if distributed.is_main():
+                save_student(state.kept, folder / "teacher", **self.data.data_config)
+            self.read(folder)
+
+        distributed.main_first(save_and_read)
