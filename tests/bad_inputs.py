@@ -482,7 +482,7 @@ SYNTAX = settings(
     ("model.args={patch_drop_rate: 0.5}", "model.args patch_drop_rate train.patch_drop_rate"),
     *((f"model.args={{{name}: 1}}", f"model.args {name}") for name in SAID_ELSEWHERE),
     ("model.args={stem: conv} & model.stem=patch", "model.args stem model.stem"),
-    ("model.stem=cnn", "model.stem patch conv residual cnn"),
+    ("model.stem=cnn", "model.stem patch conv cnn"),
     ("model.args={qkv_bias: maybe}", "model.args qkv_bias maybe"),
     ("model.args={a: &a [*a]}", "--set model.args={a:"),
     ("data.scaling={std: [1.e-320]}", "data.scaling std.0"),
@@ -532,7 +532,6 @@ SETTINGS = [
         ),
         ("data.image_size=1000000000000", "data.image_size 1000000000000"),
         ("data.image_size=12 & model.args.patch_size=6 & model.stem=conv", "6"),
-        ("data.image_size=12 & model.args.patch_size=6 & model.stem=residual", "residual 6"),
         ("model.name=gauvit_atto", "model.name gauvit_atto gauvit_atto_patch4_32"),
         ("model.name=vit_tiny_patch16_224", "model.name vit_tiny_patch16_224 gauvit_pico_patch2_8"),
         ("model.name=hf-hub:nobody/nothing", "model.name hf-hub:nobody/nothing"),
@@ -923,6 +922,8 @@ DATA = [
         )
     ),
     Row("run --data pictures --unlabelled new", "--unlabelled new"),
+    Row("run --data pictures --set phase_a=3", "--set phase_a 3"),
+    Row("phase-a --data pictures --set phase_a=3", "--set phase_a 3"),
     Row("run tiny.yaml --unlabelled pictures", "data.unlabelled pictures digits"),
     *(
         Row(f"{command} --run-dir new --set data.unlabelled=text", "data.unlabelled text", change)

@@ -34,7 +34,7 @@ def open_unlabelled(
     Raises UserError for a place without images, for one among the training images, and where these
     are in no files.
     """
-    beside = _folder_beside(settings)
+    beside = folder_beside(settings)
     place = settings.unlabelled
     if place is None and beside is not None:
         place = str(beside)
@@ -52,7 +52,8 @@ def open_unlabelled(
     return as_asked(images)
 
 
-def _folder_beside(settings: DataSettings) -> Path | None:
+def folder_beside(settings: DataSettings) -> Path | None:
+    """The folder ``unlabelled`` beside the training images; None where there is none."""
     root = settings.root or Path("data")
     if settings.name != "folder" or find_archives(root):
         return None

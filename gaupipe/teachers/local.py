@@ -106,7 +106,7 @@ class LocalTeacher(Teacher):
         folder.mkdir(exist_ok=True)
         write_whole(folder / "metrics.jsonl", json.dumps(metrics_of_no_epoch()) + "\n")
         print(
-            f"gaupipe: phase A: nothing to train: local has {self.describe()}; "
+            f"gaupipe: phase A: local has {self.describe()}, which need no training; "
             "it predicts nothing, so alpha will be 0",
             file=sys.stderr,
         )

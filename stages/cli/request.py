@@ -150,9 +150,12 @@ def read_settings(
     teacher: str | None = None,
     *,
     plain: bool = False,
+    paper: bool = False,
 ) -> tuple[Any, Path]:
     """The settings of a configuration, or those chosen for a folder of images, which are then
-    said, with ``plain`` without those of a teacher; and the folder of the run. ``student`` is the
+    said, with ``plain`` without those of a teacher; and the folder of the run. ``paper`` chooses
+    the GauTransformer paper's teacher where nothing speaks for another one, in place of the one
+    that evidence speaks for. ``student`` is the
     attention that is to be trained, None that of the settings. With a trained ``teacher`` what a
     configuration leaves open follows from it. A run on a folder of images that has begun has its
     own."""
@@ -189,9 +192,13 @@ def read_settings(
 
             choose = partial(with_trained_teacher, str(config), overrides, settings)
         else:
-            from stages.runs.chosen_settings import settings_for
+            from stages.runs.chosen_settings import settings_for, takes_the_papers
 
-            choose = partial(settings_for, data, overrides, folder, student, plain=plain)
+            how = {"plain": plain}
+            if paper and distributed.from_main(partial(takes_the_papers, data, overrides)):
+                folder = run_dir or folder_for(data, overrides, "gaussian")
+                how["paper"] = True
+            choose = partial(settings_for, data, overrides, folder, student, **how)
     settings, lines = distributed.from_main(choose)
     if distributed.is_main():
         say_choices(lines)

@@ -97,12 +97,15 @@ def phase_a(
 ) -> None:
     """Make the teacher: train it, or take a trained ViT.
 
-    Example: `gaupipe phase-a fashion_mnist --epochs 20`
+    With --data and no --teacher it is the GauTransformer paper's, with Gaussians for each image;
+    with images without labels a ResNet. 'run' is phase-a, export-maps and phase-b in turn.
+
+    Example: `gaupipe phase-a --data photos`
     """
     overrides = with_options(overrides, "phase_a", epochs, lr, batch_size, seed)
     overrides = with_model(overrides, "phase_a.teacher", teacher, download)
     overrides = with_unlabelled(overrides, unlabelled)
-    settings, folder = read_settings(config, overrides, run_dir, data, teacher=teacher)
+    settings, folder = read_settings(config, overrides, run_dir, data, teacher=teacher, paper=True)
     RunDirectory(folder).check_place()
     with starts("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}"):
         from stages import phase_a as stage

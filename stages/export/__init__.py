@@ -137,7 +137,7 @@ def say_nothing_to_export(settings: Settings, out: str | None) -> None:
     if distributed.is_main():
         maps = described(settings.phase_a)
         print(
-            f"gaupipe: export: nothing to store: local has {maps}; phase B makes its maps",
+            f"gaupipe: export: local has {maps}: phase B makes its maps, and needs no store",
             file=sys.stderr,
         )
 

@@ -58,6 +58,15 @@ PRETRAINED = "deit_tiny_patch16_224.fb_in1k"
 FINE_TUNING_EPOCHS = 10
 MOST_BYTES = 2e9  # of all stored views
 
+# (fewer Gaussians in a block than, embedding, hidden): configs/digits.yaml has 64 of an image in a
+# block, the paper's ImageNet 2,352
+COMPRESSION = ((256, 32, 128), (2_000, 128, 512), (math.inf, 256, 768))
+WINDOW = 0.92
+"""The training accuracy from which the paper's phase A stops."""
+BY_EVIDENCE = "a sharp map round each token, the same for all images, without training"
+AS_IN_THE_PAPER = "Gaussians of each image, as in the paper; 'run' takes local"
+"""Why a teacher is chosen."""
+
 LOCAL_STDS = {1: [1.5], 2: [0.8, 2.0]}
 """Stds of ``local`` for models with few heads."""
 
@@ -126,10 +135,13 @@ def choose(
     gpu: bool,
     given: dict[str, Any],
     teacher: TeacherSizes | None = None,
+    *,
+    paper: bool = False,
 ) -> Choices:
     """Settings for the images in ``place``, of ``data.name`` and ``data.root``. ``given`` is what
     the user set, as a nested dict: it stays, and the other choices follow it. ``teacher`` is a
-    trained one, of which a student may be a slice."""
+    trained one, of which a student may be a slice. Where the user names no teacher, and all images
+    have labels, ``paper`` takes the GauTransformer paper's, and else evidence decides."""
     choices = Choices(given)
     for name, value in place.items():
         choices.choose(f"data.{name}", value)
@@ -148,7 +160,7 @@ def choose(
     if facts.unlabelled or (isinstance(teacher, str) and not teacher_kind(teacher).shows_maps):
         _choose_predictions(choices, images, facts.unlabelled, seen)
     else:
-        _choose_training(choices, images, epochs_of(images, seen))
+        _choose_training(choices, images, epochs_of(images, seen), tokens, paper)
     query_bytes = 2 * max(8, tokens // 4)  # in a store of a quarter of the keys
     view_bytes = images * tokens * maps * query_bytes
     _choose_augmentation(choices, images, facts.counts, size, view_bytes)
@@ -183,13 +195,13 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any, stem: str) -
         best = next(row[2] for row in table if size >= row[0])
     fitting = [patch for patch in range(1, 2 * best + 1) if size % patch == 0]
     halved = [patch for patch in fitting if _is_halved(patch)]
-    if choices.given("model.stem", "patch") != "patch" and halved:
+    if choices.given("model.stem") == "conv" and halved:
         fitting = halved
     patch = min(fitting, key=lambda patch: abs(patch - best))
     reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
     patch = choices.choose("model.args.patch_size", patch, reason)
 
-    if stem != "patch" and _is_halved(patch):
+    if stem == "conv" and _is_halved(patch):
         choices.choose("model.stem", stem, "convolutions in place of the patch embedding")
 
     if not isinstance(patch, int):  # a user may give (height, width)
@@ -304,13 +316,13 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
     _choose_optimizer(choices, epochs)
 
 
-def _choose_training(choices: Choices, images: int, epochs: int) -> None:
+def _choose_training(choices: Choices, images: int, epochs: int, tokens: int, paper: bool) -> None:
     """Chooses a teacher, a student with twice the epochs of one that is trained here, and a
     baseline with those of both."""
-    reason = "a sharp map round each token, the same for all images, without training"
-    teacher = choices.choose("phase_a.teacher", "local", reason)
-    if not is_given(teacher):
-        choices.choose("phase_a.stop_accuracy", 1.0)
+    if paper:
+        teacher = choices.choose("phase_a.teacher", "gaussian", AS_IN_THE_PAPER)
+    else:
+        teacher = choices.choose("phase_a.teacher", "local", BY_EVIDENCE)
     choices.choose("model.attention", "standard", "its attention; another one is --student NAME")
     if choices.given("train.epochs") is None:  # else it is the student's, too
         student_epochs = epochs
@@ -321,11 +333,48 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     epochs = student_epochs
     if teacher_kind(teacher).trained:
         teacher_epochs = max(1, student_epochs // 2)
-        epochs += choices.choose("phase_a.max_epochs", teacher_epochs, "of the teacher")
+        epochs += choices.choose("phase_a.max_epochs", teacher_epochs, "of the teacher, at most")
     key = "train.epochs"
     if choices.given("baseline.epochs") is not None:
         key = "baseline.epochs"
     choices.choose(key, epochs, f"which show a ViT {epochs * images:,} images")
+    if teacher == "gaussian":
+        _choose_the_papers(choices, tokens)
+    else:
+        _choose_maps(choices, teacher, student_epochs)
+    _choose_batch(choices, images)
+    _choose_optimizer(choices, student_epochs)
+
+
+def _choose_the_papers(choices: Choices, tokens: int) -> None:
+    """Chooses the GauTransformer paper's phase A, with a decoder that suits the ViT, and the
+    weights of its three losses."""
+    choices.choose("phase_a.stop_accuracy", WINDOW, "the training accuracy at which it stops")
+    choices.choose("phase_a.mode", "stochastic", "one sampled point for each query")
+    choices.choose("phase_a.parametrisation", "paper")
+    choices.choose("phase_a.augment", False)
+    reason = "a vector for each image, which is decoded"
+    per_image = choices.choose("phase_a.per_image", "embedding", reason)
+    if per_image != "none":
+        choices.choose("phase_a.prior", False)
+    if per_image == "embedding":
+        gaussians = tokens * choices.given("model.args.num_heads", 12)
+        embedding, hidden = next(row[1:] for row in COMPRESSION if gaussians < row[0])
+        choices.choose("phase_a.compression.embedding", embedding, "numbers of this vector")
+        choices.choose("phase_a.compression.hidden", hidden, "the width of the decoder")
+        choices.choose("phase_a.rows.lr", 0.02)
+        choices.choose("phase_a.rows.initial_std", 1.0)
+    choices.choose("phase_b.alpha", 0.2, "the weight of the teacher's predictions")
+    choices.choose("phase_b.beta", 0.1, "the weight of the labels")
+    choices.choose("phase_b.gamma", 0.7, "the weight of the teacher's attention maps")
+    choices.choose("phase_b.gamma_schedule", "constant")
+    choices.choose("phase_b.direction", "student_teacher")
+
+
+def _choose_maps(choices: Choices, teacher: str, student_epochs: int) -> None:
+    """Chooses a training from labels and, at first, from the maps of any other teacher."""
+    if not is_given(teacher):
+        choices.choose("phase_a.stop_accuracy", 1.0)
     choices.choose("phase_b.alpha", 0.0)
     choices.choose("phase_b.beta", 1.0)
     weight = 0.3 if teacher_kind(teacher).stored else 0.25
@@ -337,14 +386,10 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         if is_given(teacher):
             gamma_epochs = min(gamma_epochs, MOST_VIEWS)
         choices.choose("phase_b.gamma_epochs", gamma_epochs, "epochs with these maps")
-    if teacher == "gaussian":
-        choices.choose("phase_a.per_image", "none")
-    elif teacher == "local":
+    if teacher == "local":
         heads = choices.given("model.args.num_heads")
         reason = "the width of its Gaussians in tokens, by head"
         choices.choose("phase_a.local.std", LOCAL_STDS.get(heads, [0.7, 1.5, 3.0]), reason)
-    _choose_batch(choices, images)
-    _choose_optimizer(choices, student_epochs)
 
 
 def _choose_optimizer(choices: Choices, student_epochs: int) -> None:

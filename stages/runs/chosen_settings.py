@@ -11,10 +11,11 @@ from pathlib import Path
 from gaupipe.data.folder import place_of
 from gaupipe.data.sources import facts_of
 from gaupipe.data.splits import load_data
+from gaupipe.data.unlabelled import folder_beside
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.load import load_merged, parse, with_overrides
 from gaupipe.system.errors import UserError
-from stages.runs.choices import FEW_IMAGES, choose, fine_tuning, has_gpu, is_given
+from stages.runs.choices import FEW_IMAGES, Choices, choose, fine_tuning, has_gpu, is_given
 from stages.runs.directory import RunDirectory
 from stages.runs.trained_teacher import choose_start, look_at
 
@@ -26,15 +27,16 @@ def settings_for(
     student: str | None = None,
     *,
     plain: bool = False,
+    paper: bool = False,
 ) -> tuple[Settings, list[str]]:
     """The settings for the images in ``folder``, and lines that say what was chosen and why: all of
     it, or, ``plain``, for a training without a teacher.
 
     ``overrides`` are the user's ``a.b=value``, which win, and ``student`` the attention that is to
-    be trained where the run begins. Raises UserError for a folder that cannot
-    be meant, for unusable overrides and for a ``run_dir`` with a run on other images. Where the
-    folder of a run has gone, ``folder`` may be where it was moved to: the digests in the run's
-    split.json tell.
+    be trained where the run begins. ``paper`` is as in :func:`~stages.runs.choices.choose`. Raises
+    UserError for a folder that cannot be meant, for unusable overrides and for a ``run_dir`` with a
+    run on other images. Where the folder of a run has gone, ``folder`` may be where it was moved
+    to: the digests in the run's split.json tell.
     """
     place = place_of(str(folder))
     run = RunDirectory(run_dir)
@@ -58,7 +60,7 @@ def settings_for(
     starts = is_given(phase.teacher) and not facts.unlabelled
     if starts:
         sizes = look_at(phase.teacher, phase.teacher_args)
-    choices = choose(facts, place, has_gpu(given), given, sizes)
+    choices = choose(facts, place, has_gpu(given), given, sizes, paper=paper)
     if starts:
         choose_start(choices, sizes)
     settings = parse(choices.tree, "--set")
@@ -72,6 +74,17 @@ def settings_for(
             f"'gaupipe train --data {folder}' does without a teacher, in half the time or less"
         )
     return settings, lines
+
+
+def takes_the_papers(folder: Path, overrides: Sequence[str]) -> bool:
+    """True where phase A by itself trains the GauTransformer paper's teacher: where the user names
+    no other, and all images have labels, without which it predicts nothing."""
+    given = Choices(with_overrides({}, overrides))
+    for key in ("phase_a.teacher", "data.unlabelled"):
+        if given.given(key) is not None:
+            return False
+    images = DataSettings.model_validate(place_of(str(folder)))
+    return folder_beside(images) is None
 
 
 def _run_settings(

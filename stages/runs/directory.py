@@ -321,14 +321,16 @@ class RunDirectory:
         return locked(self.path, "run", shared, once_locked)
 
 
-def folder_for(data: Path, overrides: Sequence[str]) -> Path:
+def folder_for(data: Path, overrides: Sequence[str], teacher: str | None = None) -> Path:
     """The folder of a run on the images in ``data`` that was given none: it names the weights that
     a ViT starts from, and the teacher, if the ``a.b=value`` of a command do, as a run without them
-    is another."""
+    is another. ``teacher`` is the one that the command takes where these name none."""
     names = [os.path.basename(os.path.abspath(data)).removesuffix(".tar") or "images"]
     given = with_overrides({}, overrides)
-    for section, name in (("model", "name"), ("phase_a", "teacher")):
-        value = given.get(section, {}).get(name)
+    for section, name, otherwise in (("model", "name", None), ("phase_a", "teacher", teacher)):
+        value = otherwise
+        if isinstance(given.get(section), dict):  # what else is there is refused later
+            value = given[section].get(name, otherwise)
         if isinstance(value, str):
             names.append(re.split("[/:]", value.rstrip("/"))[-1])
     return RUNS / "-".join(names)
