@@ -67,7 +67,7 @@ class Row:
     maps: str | None = None
     gamma: float = 1.0
     map_epochs: int = 4
-    network: str = "conv"
+    network: str = "conv"  # or residual, the ViT's stem; or resnet
     lr: float = 4e-3
     depth: int = 4
     width: int = 64
@@ -77,7 +77,7 @@ class Row:
 ROWS = {
     "labels": Row(epochs=30),
     "labels, as many updates": Row(epochs=78),
-    "labels, as many core seconds": Row(epochs=146),
+    "labels, as many core seconds": Row(epochs=160),
     "predictions of the labelled images": Row(epochs=30, own="deit"),
     "narrow ResNet's predictions of the labelled images": Row(epochs=30, own="resnet"),
     "predictions": Row(targets="deit"),
@@ -313,38 +313,6 @@ def trained_on_labels(cache: Cache, source: str, split: str, seed: int) -> Path:
 # ---------------------------------------------------------------- networks and their training
 
 
-class Residual(nn.Module):
-    """Two 3 x 3 convolutions with a skip."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        residual = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(x + self.norm2(self.conv2(residual)))
-
-
-def residual_stem(width: int, channels: int = 16) -> nn.Sequential:
-    """Convolutions with a skip at full and half resolution, then tokens of 4 x 4 pixels."""
-
-    def conv(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
-        convolution = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
-
-    return nn.Sequential(
-        *conv(3, channels, 1),
-        Residual(channels),
-        *conv(channels, 2 * channels, 2),
-        Residual(2 * channels),
-        *conv(2 * channels, width, 2),
-        nn.Conv2d(width, width, 1),
-    )
-
-
 def build(row: Row) -> nn.Module:
     if row.network == "resnet":
         network = timm.create_model(
@@ -355,14 +323,12 @@ def build(row: Row) -> nn.Module:
         return network
     vit: Any = timm.create_model(
         "gauvit_atto_patch4_32",
-        stem="conv",
+        stem=row.network,
         embed_dim=row.width,
         depth=row.depth,
         num_heads=row.width // 32,
         mlp_ratio=2,
     )
-    if row.network == "residual":
-        vit.patch_embed.proj = residual_stem(row.width)
     return vit
 
 

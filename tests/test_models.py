@@ -133,6 +133,7 @@ GRAPHS = [dict(attention=key) for key in ATTENTION] + [
     dict(attention="belief_star", attention_options={"signal": "projected"}, rezero=True),
     dict(attention="belief2", class_token=True, reg_tokens=2, qk_norm=True, mlp_ratio=0),
     dict(stem="conv", embed_norm_layer=torch.nn.LayerNorm),
+    dict(stem="residual"),
 ]
 
 
@@ -179,7 +180,11 @@ SMALL = dict(img_size=32, depth=2)
         (PICO, dict(attention_options={"prior": True})),
         (PICO, dict(rezero=True)),
         (PICO, dict(mlp_ratio=0)),
-        *((PICO, dict(attention=key, stem="conv", patch_size=4)) for key in ATTENTION),
+        *(
+            (PICO, dict(attention=key, stem=stem, patch_size=4))
+            for key in ATTENTION
+            for stem in ("conv", "residual")
+        ),
         ("vit_tiny_patch16_224", SMALL),
         ("deit_tiny_distilled_patch16_224", SMALL),
         ("deit3_small_patch16_224", SMALL),
@@ -223,6 +228,7 @@ SAVED = [dict(attention=key) for key in ATTENTION] + [
     dict(in_chans=1, img_size=12, num_classes=7, qk_norm=True, init_values=0.1, depth=1),
     dict(stem="conv", attention="xsa", in_chans=1, img_size=16, patch_size=8),
     dict(stem="conv"),
+    dict(stem="residual", attention="belief2", img_size=16, patch_size=4),
 ]
 
 

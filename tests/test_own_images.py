@@ -182,9 +182,10 @@ def test_a_teacher_that_costs_nothing_fits_the_heads_and_leaves_the_student_all_
     assert epochs > proposed(["phase_a.teacher=vit"]).student_training.epochs
 
 
-def test_patches_of_a_convolutional_stem_are_powers_of_two():
+@pytest.mark.parametrize("stem", ["conv", "residual"])
+def test_patches_of_a_convolutional_stem_are_powers_of_two(stem):
     for size in (36, 40, 64, 96, 100, 224):
-        given = ["model.stem=conv", f"data.image_size={size}"]
+        given = [f"model.stem={stem}", f"data.image_size={size}"]
         assert chosen(given).given("model.args.patch_size") in (2, 4, 8, 16)
 
 
@@ -193,6 +194,7 @@ def test_patches_of_a_convolutional_stem_are_powers_of_two():
     [
         ([], "conv"),
         (["model.stem=patch"], "patch"),
+        (["model.stem=residual"], "residual"),
         (["data.image_size=9"], "patch"),  # no patch of its own halves an image of 9 pixels
         (["model.args.patch_size=6", "data.image_size=36"], "patch"),
     ],

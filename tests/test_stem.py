@@ -1,5 +1,7 @@
-"""``stem: conv``: its convolutions, what the optimizer makes of them, and the commands with it."""
+"""The stems of convolutions, what the optimizer makes of them, and the commands with them."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,14 +16,18 @@ import gaupipe.models
 from gaupipe.distillation.warm_start import warm_start
 from gaupipe.settings import OptimSettings, Settings
 from gaupipe.settings.load import load
+from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import build_network
 from gaupipe.teachers.vit import build_model
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student, untrained_student
-from gaupipe.vit.stem import ConvPatchEmbed
+from gaupipe.vit.stem import STEMS, ConvPatchEmbed
+from worlds import in_world
 
 PICO = "gauvit_pico_patch2_8"
+CONVOLUTIONAL = [stem for stem in STEMS if stem != "patch"]
+both_stems = pytest.mark.parametrize("stem", CONVOLUTIONAL)
 DIGITS = SimpleNamespace(image_size=8, channels=1, num_classes=10)
 
 
@@ -29,9 +35,9 @@ def student_of(settings: Settings) -> VisionTransformer:
     return build_student(settings, DIGITS, settings.student_training)
 
 
-def random_vit(**kwargs) -> VisionTransformer:
+def random_vit(stem: str = "conv", **kwargs) -> VisionTransformer:
     torch.manual_seed(0)
-    model = timm.create_model(PICO, stem="conv", depth=1, **kwargs)
+    model = timm.create_model(PICO, stem=stem, depth=1, **kwargs)
     for name, buffer in model.patch_embed.named_buffers():
         if name.endswith("var"):
             buffer.uniform_(0.5, 2)
@@ -42,41 +48,133 @@ def random_vit(**kwargs) -> VisionTransformer:
     return model
 
 
+class Written:
+    """The layers of a stem as functions of its weights, written by hand."""
+
+    def __init__(self, model: VisionTransformer) -> None:
+        self.weights = {name: x.clone() for name, x in model.patch_embed.state_dict().items()}
+        self.training = model.training
+
+    def convolution(self, name: str, x: torch.Tensor, stride: int = 1) -> torch.Tensor:
+        return F.conv2d(x, self.weights[f"proj.{name}.weight"], stride=stride, padding=1)
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        parts = ("running_mean", "running_var", "weight", "bias")
+        mean, variance, scale, shift = (self.weights[f"proj.{name}.{part}"] for part in parts)
+        if self.training:
+            mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+        x = (x - mean[:, None, None]) / (variance + 1e-5).sqrt()[:, None, None]
+        return x * scale[:, None, None] + shift[:, None, None]
+
+    def projection(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        last = self.weights[f"proj.{name}.weight"].flatten(1)  # 1 x 1
+        return x.flatten(2).mT @ last.T + self.weights[f"proj.{name}.bias"]
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_the_stem_is_convolutions_batch_norm_relu_and_a_projection(training):
     model = random_vit(img_size=(16, 24), patch_size=8).train(training)
-    weights = {name: value.clone() for name, value in model.patch_embed.state_dict().items()}
+    written = Written(model)
     x = torch.randn(3, 3, 16, 24)
     tokens = model.patch_embed(x)
     for layer in range(3):
-        part = f"proj.{layer}."
-        x = F.conv2d(x, weights[f"{part}conv.weight"], stride=2, padding=1)
-        mean, variance = weights[f"{part}bn.running_mean"], weights[f"{part}bn.running_var"]
-        if training:
-            mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
-        x = (x - mean[:, None, None]) / (variance + 1e-5).sqrt()[:, None, None]
-        scale, shift = weights[f"{part}bn.weight"], weights[f"{part}bn.bias"]
-        x = (x * scale[:, None, None] + shift[:, None, None]).relu()
-    last = weights["proj.3.conv.weight"].flatten(1)  # 1 x 1
-    expected = x.flatten(2).mT @ last.T + weights["proj.3.conv.bias"]
+        x = written.norm(f"{layer}.bn", written.convolution(f"{layer}.conv", x, 2)).relu()
     assert x.shape[1:] == (64, *model.patch_embed.grid_size) == (64, 2, 3)
+    expected = written.projection("3.conv", x)
     torch.testing.assert_close(tokens, expected, rtol=1e-4, atol=1e-4)
 
 
+RESIDUAL = [
+    (2, [(1, True), (2, False)]),
+    (4, [(1, True), (2, True), (2, False)]),
+    (8, [(2, True), (2, True), (2, False)]),
+    (16, [(2, False), (2, True), (2, True), (2, False)]),
+]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("patch, stages", RESIDUAL, ids=str)
+def test_the_residual_stem_has_blocks_at_the_two_resolutions_before_the_tokens(
+    patch, stages, training
+):
+    model = random_vit("residual", img_size=(16, 32), patch_size=patch).train(training)
+    written = Written(model)
+    x = torch.randn(3, 3, 16, 32)
+    tokens = model.patch_embed(x)
+    for stage, (stride, block) in enumerate(stages):
+        convolved = written.convolution(f"{stage}.0.conv", x, stride)
+        x = written.norm(f"{stage}.0.bn", convolved).relu()
+        assert x.shape[1] == 64 // 2 ** (len(stages) - 1 - stage)
+        if block:
+            inside = written.norm(f"{stage}.1.bn1", written.convolution(f"{stage}.1.conv1", x))
+            inside = written.convolution(f"{stage}.1.conv2", inside.relu())
+            x = (x + written.norm(f"{stage}.1.bn2", inside)).relu()
+    assert x.shape[2:] == model.patch_embed.grid_size == (16 // patch, 32 // patch)
+    expected = written.projection(str(len(stages)), x)
+    torch.testing.assert_close(tokens, expected, rtol=1e-3, atol=1e-3)
+    convolutions = [
+        name for name, part in model.patch_embed.named_modules() if type(part) is torch.nn.Conv2d
+    ]
+    blocks = sum(block for _, block in stages)
+    assert len(convolutions) == len(stages) + 2 * blocks + 1
+
+
+@both_stems
 @pytest.mark.parametrize("patch", [2, 4, 16])
-def test_grid_and_sizes_are_those_of_patches(patch):
+def test_grid_and_sizes_are_those_of_patches(patch, stem):
     sizes = dict(img_size=32, patch_size=patch, embed_dim=32)
-    ours, timms = ConvPatchEmbed(**sizes), timm.layers.PatchEmbed(**sizes)
+    ours, timms = STEMS[stem](**sizes), timm.layers.PatchEmbed(**sizes)
     images = torch.randn(2, 3, 32, 32)
     assert ours(images).shape == timms(images).shape
     for name in ("grid_size", "patch_size", "num_patches", "img_size"):
         assert getattr(ours, name) == getattr(timms, name)
 
 
+@both_stems
+@pytest.mark.parametrize("patch", [2, 4, 8, 16])
+def test_the_numbers_that_the_plan_counts_are_those_that_autograd_keeps(patch, stem):
+    embed = STEMS[stem](img_size=32, patch_size=patch, embed_dim=64)
+    parameters = {part.data_ptr() for part in embed.parameters()}
+    images = torch.randn(8, 3, 32, 32)
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters and tensor.data_ptr() != images.data_ptr():
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        embed(images)
+    numbers = sum(tensor.numel() for tensor in kept.values()) / len(images)
+    assert embed.kept_numbers() == pytest.approx(numbers, rel=0.1)
+
+
+@both_stems
 @pytest.mark.parametrize("patch", [1, 3, 6, (2, 4)])
-def test_a_patch_that_is_no_power_of_two_is_refused(patch):
-    with pytest.raises(UserError, match="power of two, got"):
-        timm.create_model(PICO, stem="conv", img_size=12, patch_size=patch)
+def test_a_patch_that_is_no_power_of_two_is_refused(patch, stem):
+    with pytest.raises(UserError, match=f"stem {stem}: .* power of two, got"):
+        timm.create_model(PICO, stem=stem, img_size=12, patch_size=patch)
+
+
+@both_stems
+def test_a_first_convolution_of_three_channels_is_summed_up_for_one(stem, tmp_path):
+    model = random_vit(stem).eval()
+    gaupipe.models.save_student(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert f"{config['pretrained_cfg']['first_conv']}.weight" in model.state_dict()
+    grey = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, in_chans=1).eval()
+    image = torch.randn(2, 1, 8, 8)
+    torch.testing.assert_close(grey(image), model(image.expand(2, 3, 8, 8)), rtol=1e-4, atol=1e-4)
+
+
+@both_stems
+def test_a_saved_stem_comes_back_bit_for_bit(stem, tmp_path):
+    model = random_vit(stem, img_size=16, patch_size=4).eval()
+    gaupipe.models.save_student(model, tmp_path)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    images = torch.randn(2, 3, 16, 16)
+    assert type(loaded.patch_embed) is STEMS[stem]
+    torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=0)
 
 
 def test_an_unknown_stem_is_refused():
@@ -84,9 +182,10 @@ def test_an_unknown_stem_is_refused():
         timm.create_model(PICO, stem="cnov")
 
 
+@both_stems
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_norms_and_biases_have_no_weight_decay(optimizer):
-    model = random_vit()
+def test_norms_and_biases_have_no_weight_decay(optimizer, stem):
+    model = random_vit(stem)
     built, _ = build_optimizer(model, OptimSettings(name=optimizer, lr=1e-3), 2, 5)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decay = {
@@ -95,13 +194,10 @@ def test_norms_and_biases_have_no_weight_decay(optimizer):
         for parameter in group["params"]
         if names[id(parameter)].startswith("patch_embed")
     }
-    assert decay == {
-        "0.conv.weight": 0.03,
-        "0.bn.weight": 0.0,
-        "0.bn.bias": 0.0,
-        "1.conv.weight": 0.03,
-        "1.conv.bias": 0.0,
-    }
+    assert len(decay) == len(list(model.patch_embed.parameters()))
+    for name, value in decay.items():
+        part = model.patch_embed.proj.get_parameter(name)
+        assert value == (0.03 if part.ndim == 4 else 0.0), name
 
 
 def test_the_average_of_weights_has_an_average_of_the_statistics():
@@ -115,8 +211,37 @@ def test_the_average_of_weights_has_an_average_of_the_statistics():
     torch.testing.assert_close(averaged, 0.9 * before + 0.1 * after)
 
 
-def test_student_baseline_and_trained_teachers_have_the_stem():
-    settings = load("digits_expected", ["model.stem=conv"])
+def gradients_of_ranks(stem: str, folder: Path) -> None:
+    """Writes what a rank's share of six images gives the stem: gradients, summed over ranks, and
+    statistics."""
+    with distributed.process_group():
+        stem_of_vit = random_vit(stem, patch_size=4).train().patch_embed
+        images = torch.randn(6, 3, 8, 8)  # the same on all ranks
+        weights = torch.randn(6, 4, 64)
+        share = slice(None)
+        if distributed.world_size() == 2:
+            share = (slice(4), slice(4, None))[distributed.rank()]
+        (stem_of_vit(images[share]) * weights[share]).sum().backward()
+        for part in stem_of_vit.parameters():
+            part.grad = distributed.all_reduce_sum(part.grad)
+        found = {name: part.grad for name, part in stem_of_vit.named_parameters()}
+        found.update(stem_of_vit.named_buffers())
+        torch.save(found, folder / f"{distributed.world_size()}.{distributed.rank()}")
+
+
+@both_stems
+def test_two_ranks_share_the_statistics_of_unequal_shares(stem, tmp_path):
+    gradients_of_ranks(stem, tmp_path)
+    assert in_world(2, tmp_path / "words", gradients_of_ranks, stem, tmp_path) == [0, 0]
+    alone = torch.load(tmp_path / "1.0")
+    for rank in range(2):
+        together = torch.load(tmp_path / f"2.{rank}")
+        torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
+
+
+@both_stems
+def test_student_baseline_and_trained_teachers_have_the_stem(stem):
+    settings = load("digits_expected", [f"model.stem={stem}"])
     teacher = build_network(settings, DIGITS)
     for vit in (
         student_of(settings),
@@ -124,13 +249,14 @@ def test_student_baseline_and_trained_teachers_have_the_stem():
         build_model(settings, DIGITS),
         teacher.vit,
     ):
-        assert isinstance(vit.patch_embed, ConvPatchEmbed)
+        assert type(vit.patch_embed) is STEMS[stem]
     assert isinstance(student_of(load("digits_expected")).patch_embed, timm.layers.PatchEmbed)
 
 
-def test_a_warm_start_copies_the_statistics_too():
-    teacher = random_vit()
-    student = timm.create_model(PICO, stem="conv", depth=1)
+@both_stems
+def test_a_warm_start_copies_the_statistics_too(stem):
+    teacher = random_vit(stem)
+    student = timm.create_model(PICO, stem=stem, depth=1)
     warm_start(student, teacher.state_dict())
     images = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(
@@ -138,9 +264,15 @@ def test_a_warm_start_copies_the_statistics_too():
     )
 
 
-def test_a_warm_start_leaves_another_stem_as_it_is():
-    teacher = timm.create_model(PICO, depth=1)
-    student = timm.create_model(PICO, stem="conv", depth=1)
+@pytest.mark.parametrize("patch", [2, 8])
+@pytest.mark.parametrize(
+    "of_teacher, stem",
+    [(other, stem) for stem in CONVOLUTIONAL for other in STEMS if other != stem],
+)
+def test_a_warm_start_leaves_another_stem_as_it_is(of_teacher, stem, patch):
+    """With patches of 8 pixels both first convolutions have one shape."""
+    teacher = timm.create_model(PICO, stem=of_teacher, depth=1, patch_size=patch)
+    student = timm.create_model(PICO, stem=stem, depth=1, patch_size=patch)
     before = [part.detach().clone() for part in student.patch_embed.parameters()]
     warm_start(student, teacher.state_dict())
     assert torch.equal(student.blocks[0].mlp.fc1.weight, teacher.blocks[0].mlp.fc1.weight)
@@ -151,7 +283,6 @@ def test_a_warm_start_leaves_another_stem_as_it_is():
 SMALL = [
     "data.train_images=60",
     "train.epochs=2",
-    "model.stem=conv",
     "model.args={embed_dim: 16, depth: 1, num_heads: 2}",
     "augment.flip=true",
     "augment.crop_padding=1",
@@ -161,16 +292,18 @@ SMALL = [
 SETS = [part for setting in SMALL for part in ("--set", setting)]
 
 
-def test_a_trained_student_is_evaluated_exported_and_shown(tmp_path, in_process):
+@both_stems
+def test_a_trained_student_is_evaluated_exported_and_shown(tmp_path, in_process, stem):
     run = tmp_path / "run"
-    code, _, err = in_process("train", "--run-dir", run, "--student", "belief", *SETS)
+    chosen = ["--student", "belief", "--set", f"model.stem={stem}"]
+    code, _, err = in_process("train", "--run-dir", run, *chosen, *SETS)
     assert code == 0, err
     code, _, err = in_process("evaluate", "--run-dir", run, "--json")
     assert code == 0, err
     saved = run / "plain/belief/student"
     model = timm.create_model(f"local-dir:{saved}", pretrained=True)
-    assert isinstance(model.patch_embed, ConvPatchEmbed)
-    statistics = model.patch_embed.proj[0].bn.running_mean
+    assert type(model.patch_embed) is STEMS[stem]
+    statistics = next(model.patch_embed.buffers())  # the running mean of the first batch norm
     assert statistics.abs().max() > 0
     page = tmp_path / "maps.html"
     code, _, err = in_process("view", "--run-dir", run, "--html", page, "--image", 1)

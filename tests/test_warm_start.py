@@ -262,12 +262,13 @@ def test_a_slice_leaves_what_the_student_has_not_and_resizes_position_and_patch_
     bias = teacher["patch_embed.proj.bias"][::2]
     torch.testing.assert_close(student.patch_embed(colour)[0, 0], 1.0 + bias)
     torch.testing.assert_close(student.head.weight, head, rtol=0, atol=0)
-    conv = random_vit(stem="conv")
-    stem = {name: part.clone() for name, part in conv.patch_embed.state_dict().items()}
-    start_from_teacher(conv, "slice", teacher, 2, (8, 8))
-    for name, part in conv.patch_embed.state_dict().items():
-        torch.testing.assert_close(part, stem[name], rtol=0, atol=0)
-    torch.testing.assert_close(conv.pos_embed, student.pos_embed, rtol=0, atol=0)
+    for stem in ("conv", "residual"):
+        vit = random_vit(stem=stem)
+        before = {name: part.clone() for name, part in vit.patch_embed.state_dict().items()}
+        start_from_teacher(vit, "slice", teacher, 2, (8, 8))
+        for name, part in vit.patch_embed.state_dict().items():
+            torch.testing.assert_close(part, before[name], rtol=0, atol=0)
+        torch.testing.assert_close(vit.pos_embed, student.pos_embed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

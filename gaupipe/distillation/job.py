@@ -269,7 +269,7 @@ def remarks_on_maps(
     if schema.has_maps and len(student.blocks) != schema.layers:
         layers = layer_map(phase, len(student.blocks), schema.maps.layers)
         remarks.append(f"its blocks are compared with the stored blocks {layers}")
-    if phase.warm_start in ("slice", "teacher") and settings.model.stem == "conv":
+    if phase.warm_start in ("slice", "teacher") and settings.model.stem != "patch":
         remarks.append("its convolutional stem is no part of the teacher's weights")
     moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
     if StoreNotes.of(schema).teacher and schema.views == 1 and moved and phase.gamma:

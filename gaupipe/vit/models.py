@@ -29,7 +29,7 @@ from gaupipe.attention import ATTENTION, STUDENTS
 from gaupipe.attention.base import StudentAttention, choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
-from gaupipe.vit.stem import FIRST_CONV, STEMS
+from gaupipe.vit.stem import STEMS, ConvPatchEmbed
 
 TIMM_ARGUMENTS = {
     name: parameter.default
@@ -134,8 +134,9 @@ class GauViT(VisionTransformer):
     arguments of its class; ``rezero``: blocks without normalisation, behind scalars that start at
     0; ``match_params``: the FFN shrinks by what the attention adds to the standard one; ``stem``:
     ``conv`` puts convolutions in place of the patch embedding
-    (:class:`~gaupipe.vit.stem.ConvPatchEmbed`). ``mlp_ratio=0`` leaves the FFN out. Everything else
-    goes to timm's class. ``gaupipe_args`` holds the keywords that rebuild the model. Raises
+    (:class:`~gaupipe.vit.stem.ConvPatchEmbed`), ``residual`` convolutions and residual blocks
+    (:class:`~gaupipe.vit.stem.ResidualPatchEmbed`). ``mlp_ratio=0`` leaves the FFN out. Everything
+    else goes to timm's class. ``gaupipe_args`` holds the keywords that rebuild the model. Raises
     UserError for an unknown attention, option or stem.
     """
 
@@ -167,6 +168,9 @@ class GauViT(VisionTransformer):
         if choice("stem", stem, STEMS) != "patch":
             layers["embed_layer"] = STEMS[stem]
         super().__init__(**{**kwargs, **layers})
+        if isinstance(self.patch_embed, ConvPatchEmbed):
+            # timm adapts this layer to other channels than three, and notes its name in config.json
+            self._traits = {"first_conv": self.patch_embed.first_conv}
         if self.num_prefix_tokens and self.priors():
             raise UserError(
                 f"attention {attention!r}: a class or register token has no place on the grid that "
@@ -276,8 +280,6 @@ def create_gauvit(
         feature_cfg=dict(out_indices=3, feature_cls="getter"),
         **{**common, **preset, **given},
     )
-    if given.get("stem") == "conv":  # timm adapts this layer to other channels than three
-        model.pretrained_cfg = dict(model.pretrained_cfg, first_conv=FIRST_CONV)
     return model
 
 

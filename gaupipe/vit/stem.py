@@ -1,23 +1,22 @@
-"""A convolutional stem in place of a ViT's patch embedding.
+"""Convolutional stems in place of a ViT's patch embedding.
 
 Axis letters: B images, d model width.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import PatchEmbed
+from timm.layers import ConvNormAct, PatchEmbed
 from timm.layers.norm_act import BatchNormAct2d
+from timm.models.resnet import BasicBlock
 from timm.models.vision_transformer_hybrid import ConvStem
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-
-FIRST_CONV = "patch_embed.proj.0.conv"
-"""The first convolution in a state_dict, ``first_conv`` of timm's ``pretrained_cfg``."""
 
 
 class ConvPatchEmbed(PatchEmbed):
@@ -29,6 +28,10 @@ class ConvPatchEmbed(PatchEmbed):
     is the one that patches of this size would have. Takes the arguments of ``PatchEmbed``. Raises
     UserError unless ``patch_size`` is a power of two, at least 2.
     """
+
+    key = "conv"
+    first_conv = "patch_embed.proj.0.conv"
+    """The first convolution in a ViT's state_dict, which timm calls so too."""
 
     def __init__(
         self,
@@ -47,23 +50,79 @@ class ConvPatchEmbed(PatchEmbed):
         if height != width or height != 2**halvings or not halvings:
             shown = height if height == width else f"{height} x {width}"
             raise UserError(
-                f"stem conv: each convolution halves the image, so the patch_size should be 2, 4, "
+                f"stem {self.key}: convolutions halve the image, so the patch_size should be 2, 4, "
                 f"8, 16 or another power of two, got {shown}; the stem patch takes any"
             )
-        channels = [max(1, embed_dim // 2**times) for times in reversed(range(halvings))]
-        self.proj: Any = ConvStem(
+        self.proj: Any = self.convolutions(in_chans, embed_dim, halvings, **placed)
+
+    def convolutions(
+        self, in_chans: int, embed_dim: int, halvings: int, **placed: Any
+    ) -> nn.Sequential:
+        """[B, in_chans, height, width] -> [B, d, height, width], both halved ``halvings`` times."""
+        return ConvStem(
             in_chans,
             depth=halvings + 1,
-            channels=(*channels, embed_dim),
+            channels=(*doubling(embed_dim, halvings), embed_dim),
             kernel_size=(3,) * halvings + (1,),
             stride=(2,) * halvings + (1,),
             norm_layer=batch_norm,  # type: ignore[arg-type]  # timm takes functions, too
             **placed,
         )
 
+    def kept_numbers(self) -> int:
+        """The numbers of an image that the backward pass needs: what each convolution gives, and
+        what batch norm and ReLU make of it."""
+        assert self.img_size is not None
+        pixels = self.img_size[0] * self.img_size[1]
+        numbers = 0
+        for part in self.proj.modules():  # in the order of the forward pass
+            if isinstance(part, nn.Conv2d):
+                pixels //= part.stride[0] ** 2
+                if part.bias is None:  # not the projection
+                    numbers += 2 * part.out_channels * pixels
+        return numbers
+
+
+class ResidualPatchEmbed(ConvPatchEmbed):
+    """A stem like :class:`ConvPatchEmbed` with ResNet's blocks (timm's ``BasicBlock``) at the two
+    resolutions before the last halving.
+
+    Patches of 2 and 4 pixels begin with a convolution of stride 1, because they leave too few
+    halvings for two resolutions. Larger patches do not: convolutions at full resolution would cost
+    more than all the rest.
+    """
+
+    key = "residual"
+    first_conv = "patch_embed.proj.0.0.conv"
+
+    def convolutions(
+        self, in_chans: int, embed_dim: int, halvings: int, **placed: Any
+    ) -> nn.Sequential:
+        """See :meth:`ConvPatchEmbed.convolutions`."""
+        strides = [2] * halvings
+        if halvings <= 2:
+            strides = [1, *strides]
+        stages: list[nn.Module] = []
+        inputs = in_chans
+        for stage, outputs in enumerate(doubling(embed_dim, len(strides))):
+            layers: list[nn.Module] = [
+                ConvNormAct(inputs, outputs, 3, strides[stage], norm_layer=batch_norm, **placed)
+            ]
+            if len(strides) - stage in (2, 3):
+                norm: Any = partial(SharedBatchNorm, apply_act=False)  # the block has its own ReLU
+                layers.append(BasicBlock(outputs, outputs, norm_layer=norm, **placed))
+            stages.append(nn.Sequential(*layers))
+            inputs = outputs
+        return nn.Sequential(*stages, nn.Conv2d(embed_dim, embed_dim, 1, **placed))
+
+
+def doubling(channels: int, layers: int) -> list[int]:
+    """The channels behind each of so many layers, which double up to ``channels``."""
+    return [max(1, channels // 2**times) for times in reversed(range(layers))]
+
 
 def batch_norm(channels: int, **kwargs: Any) -> BatchNormAct2d:
-    """The batch norm and ReLU of the stem."""
+    """The batch norm and ReLU behind a convolution."""
     return SharedBatchNorm(channels, **kwargs)
 
 
@@ -118,5 +177,9 @@ class _SumOverRanks(torch.autograd.Function):
         return distributed.all_reduce_sum(grad)
 
 
-STEMS = {"patch": PatchEmbed, "conv": ConvPatchEmbed}
+STEMS: dict[str, type[PatchEmbed]] = {
+    "patch": PatchEmbed,
+    "conv": ConvPatchEmbed,
+    "residual": ResidualPatchEmbed,
+}
 """The ``embed_layer`` of timm's ``VisionTransformer`` for each ``stem``."""

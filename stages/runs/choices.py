@@ -195,13 +195,13 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any, stem: str) -
         best = next(row[2] for row in table if size >= row[0])
     fitting = [patch for patch in range(1, 2 * best + 1) if size % patch == 0]
     halved = [patch for patch in fitting if _is_halved(patch)]
-    if choices.given("model.stem") == "conv" and halved:
+    if choices.given("model.stem", "patch") != "patch" and halved:
         fitting = halved
     patch = min(fitting, key=lambda patch: abs(patch - best))
     reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
     patch = choices.choose("model.args.patch_size", patch, reason)
 
-    if stem == "conv" and _is_halved(patch):
+    if stem != "patch" and _is_halved(patch):
         choices.choose("model.stem", stem, "convolutions in place of the patch embedding")
 
     if not isinstance(patch, int):  # a user may give (height, width)

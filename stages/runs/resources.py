@@ -20,6 +20,7 @@ from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.image_state import record_words
 from gaupipe.teachers.vit import images_at_once
+from gaupipe.vit.stem import ConvPatchEmbed
 from store.layout import Layout, images_fitting
 
 PROCESS_BYTES = 11 * 10**8
@@ -100,6 +101,8 @@ def training_memory(
         if settings.grad_checkpointing:  # the input of each block, and all of one
             numbers = blocks + ACTIVATIONS
         memory += 4 * numbers * batch * tokens * vit.embed_dim
+        if isinstance(vit.patch_embed, ConvPatchEmbed):
+            memory += 4 * batch * vit.patch_embed.kept_numbers()
     return memory
 
 
