@@ -123,15 +123,19 @@ def with_sizes(
 ) -> list[Line]:
     """The lines of a trained teacher, its student and the baseline, if there is one, with their
     parameters and speeds."""
-    job = load_teacher(run, data, now=settings)
-    models = [job.timed()]
+    teacher = load_teacher(run, data, now=settings)
+    models = [teacher.timed()]
     for distilled in (True, False)[: len(lines) - 1]:
         student = load_student(run.path, settings.model.attention, distilled)
         models += [(student.model, data.image_size)]
     sized = []
     for line, (model, size) in zip(lines, models, strict=True):
-        speed = speed_of(model.to(job.device), torch.zeros(8, data.channels, size, size))
-        sized.append(replace(line, parameters=count_parameters(model), images_per_s=speed))
+        parameters = count_parameters(model)
+        if parameters:  # a teacher need not be a network
+            images = torch.zeros(8, data.channels, size, size)
+            speed = speed_of(model.to(teacher.device), images)
+            line = replace(line, parameters=parameters, images_per_s=speed)
+        sized.append(line)
     return sized
 
 

@@ -52,11 +52,11 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     the same draws. Raises UserError if the run is not there and StoreError if the store is another
     teacher's.
     """
-    job = teacher_of_store(url, run_dir)
-    images = Exported.of(store.open(url).schema, job.data)
-    maps = store.open(url, dataset_sha256=images.sha256, teacher_sha256=job.sha256)
-    differences = list(differing_decoder(maps, job))
-    batches = job.batches(images.split)
+    teacher = teacher_of_store(url, run_dir)
+    images = Exported.of(store.open(url).schema, teacher.data)
+    maps = store.open(url, dataset_sha256=images.sha256, teacher_sha256=teacher.sha256)
+    differences = list(differing_decoder(maps, teacher))
+    batches = teacher.batches(images.split)
     size = batches.batch_size
     spans = [
         (start, min(start + size, shard.stop))
@@ -68,20 +68,20 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
         if len(distances) >= sample:
             break
         entries = np.arange(*spans[index])
-        for ids, arrays in outputs(job, maps.schema, batches, entries):
+        for ids, arrays in outputs(teacher, maps.schema, batches, entries):
             schema = maps.schema
             stored = maps.gather(ids)
             teachers = {  # rounded as the stored numbers were
                 name: schema.decode(name, schema.encode(name, values, int(ids[0])))
                 for name, values in arrays.items()
             }
-            differences += differing_images(maps, job, ids, stored, teachers)
+            differences += differing_images(maps, teacher, ids, stored, teachers)
             further = total_variation(stored["logits"], teachers["logits"])
             distances = np.concatenate([distances, further])
     distance = float(distances.mean())
     furthest = FURTHEST
     if not distance <= furthest:  # "not", so that NaN comes here as well
-        furthest += noise(job, maps.schema, batches, spans[index])
+        furthest += noise(teacher, maps.schema, batches, spans[index])
     if not distance <= furthest:
         differences.append(
             f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted "
@@ -105,23 +105,24 @@ def teacher_of_store(url: str, run_dir: Path | None) -> Teacher:
             raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
         run_dir = folder.parent
     directory = RunDirectory(run_dir)
-    teacher = notes.teacher
     own = directory.teacher_digest() == schema.teacher_sha256
-    if own or teacher is None or teacher in TEACHERS:
-        job = load_teacher(directory, directory.load_data(directory.settings(), unlabelled=True))
+    if own or notes.teacher is None or notes.teacher in TEACHERS:
+        teacher = load_teacher(
+            directory, directory.load_data(directory.settings(), unlabelled=True)
+        )
     else:
         settings = directory.settings()
         data = directory.load_data(settings, unlabelled=True)
-        job = other_teacher(settings, data, teacher, notes.teacher_args)
+        teacher = other_teacher(settings, data, notes.teacher, notes.teacher_args)
     if notes.probe:
-        job.prepare_export()
-    return job
+        teacher.prepare_export()
+    return teacher
 
 
-def differing_decoder(maps: store.Store, job: Teacher) -> Iterator[str]:
+def differing_decoder(maps: store.Store, teacher: Teacher) -> Iterator[str]:
     """Names the arrays of a store's decoder that are not the teacher's."""
     stored = maps.decoder()
-    teachers = decoder(job, maps.schema.kind) or {}
+    teachers = decoder(teacher, maps.schema.kind) or {}
     for name in sorted(stored.keys() | teachers.keys()):
         close = False
         if name in stored and name in teachers and stored[name].shape == teachers[name].shape:
@@ -132,7 +133,7 @@ def differing_decoder(maps: store.Store, job: Teacher) -> Iterator[str]:
 
 def differing_images(
     maps: store.Store,
-    job: Teacher,
+    teacher: Teacher,
     ids: np.ndarray,
     stored: dict[str, np.ndarray],
     teachers: dict[str, np.ndarray],
@@ -141,7 +142,7 @@ def differing_images(
     Predictions are left out."""
     schema = maps.schema
     names = [name for name in stored if name != "logits"]
-    if schema.has_maps and not job.is_exact:
+    if schema.has_maps and not teacher.is_exact:
         # whole maps, as the choice of keys may turn out otherwise on another machine
         names = [name for name in names if name not in schema.kind_class.arrays(schema)]
         read = MAP_KINDS[schema.kind].reader(maps, torch.device("cpu"))
@@ -191,12 +192,12 @@ def total_variation(*logits: np.ndarray) -> np.ndarray:
     return ((first - second).abs().sum(1) / 2).numpy()
 
 
-def noise(job: Teacher, schema: store.Schema, batches: Batches, span: tuple[int, int]) -> float:
+def noise(teacher: Teacher, schema: store.Schema, batches: Batches, span: tuple[int, int]) -> float:
     """Twice the mean total variation between predictions of a batch from different draws: a kind of
     device other than the export's draws other random numbers."""
 
     def logits(seed: int) -> np.ndarray:
-        [(_, arrays)] = outputs(job, schema, batches, np.arange(*span), seed=seed)
+        [(_, arrays)] = outputs(teacher, schema, batches, np.arange(*span), seed=seed)
         return arrays["logits"]
 
     return 2 * float(total_variation(logits(-1), logits(-2)).mean())

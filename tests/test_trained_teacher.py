@@ -773,6 +773,7 @@ def test_a_probe_predicts_what_its_teacher_does_not(run, tmp_path, capsys):
         expected = model.predict_log_proba(scaler.transform(view_features)[inside])
         np.testing.assert_allclose(stored["logits"][inside], expected, atol=0.03, rtol=0.01)
     assert against_teacher(str(tmp_path / "next" / "maps.zarr")) == []
+    assert evaluate.run(tmp_path / "next")["teacher_top1"] == rows[0].val_acc
 
 
 def test_the_probe_of_phase_a_is_read_by_the_export(run, tmp_path, in_process, monkeypatch):

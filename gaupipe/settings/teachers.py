@@ -14,6 +14,8 @@ class TeacherKind:
 
     implementation: str
     """Module and class in ``gaupipe.teachers``."""
+    words: str
+    """What it is, on a model card."""
     trained: bool
     """Whether phase A trains it, in epochs."""
     stored: bool = True
@@ -35,6 +37,7 @@ class TeacherKind:
 TEACHERS = {
     "gaussian": TeacherKind(
         implementation="gaussian.GaussianTeacher",
+        words="a ViT with GauAttention, trained in phase A",
         trained=True,
         learns_images=True,
         mixes_images=False,
@@ -43,18 +46,21 @@ TEACHERS = {
     ),
     "vit": TeacherKind(
         implementation="vit.TrainedVit",
+        words="a ViT, trained in phase A",
         trained=True,
         predicts_new_images=True,
         warm_starts=("teacher", "slice"),
     ),
     "resnet": TeacherKind(
         implementation="resnet.ResNetTeacher",
+        words="a ResNet, trained in phase A",
         trained=True,
         shows_maps=False,
         predicts_new_images=True,
     ),
     "local": TeacherKind(
         implementation="local.LocalTeacher",
+        words="a Gaussian round each token, the same for all images",
         trained=False,
         stored=False,
         teacher_args="are for a network, and local is none: see phase_a.local",
@@ -64,6 +70,7 @@ TEACHERS = {
 
 GIVEN = TeacherKind(
     implementation="vit.VitTeacher",
+    words="a trained model",
     trained=False,
     predicts_new_images=True,
     warm_starts=("teacher", "slice"),

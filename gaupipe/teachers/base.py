@@ -6,8 +6,9 @@ Axis letters: B images, L blocks, H heads, T tokens, C classes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +25,8 @@ from gaupipe.settings import ExportSettings, PhaseASettings, Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.settings.teachers import TeacherKind
+from gaupipe.system import distributed
+from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.state import Identity, TrainingState
@@ -104,8 +107,8 @@ class Teacher:
     settings: Settings
     data: ImageData
     device: torch.device
-    network: Any = None
-    """Its torch module; None for a teacher that is none."""
+    network: Any = field(default_factory=nn.Module)
+    """Its torch module; one without parameters for a teacher that is no network."""
 
     forms: ClassVar[frozenset[str]] = frozenset()
     """What an export can store of its attention: ``maps``, and of Gaussians ``gaussians``,
@@ -145,9 +148,12 @@ class Teacher:
         return None
 
     def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
-        """Phase A: goes on from ``state``, and leaves ``metrics.jsonl`` in the ``folder``.
-        Collective. ``finished`` says that phase A had finished before."""
-        raise NotImplementedError
+        """Phase A: goes on from ``state``, and leaves ``metrics.jsonl`` in the ``folder``; of a
+        teacher that is not trained one line, of epoch 0 and without accuracies. Collective.
+        ``finished`` says that phase A had finished before."""
+        if distributed.is_main():
+            folder.mkdir(exist_ok=True)
+            write_whole(folder / "metrics.jsonl", json.dumps(metrics_of_no_epoch()) + "\n")
 
     def training_forward(self) -> Callable[[], Tensor] | None:
         """A forward pass over one image as in phase A, for its cost; None for a teacher that phase
@@ -253,7 +259,11 @@ class Teacher:
 
     def notes(self) -> StoreNotes:
         """What a store notes of the teacher and its images."""
-        raise NotImplementedError
+        return StoreNotes(
+            teacher=self.settings.phase_a.teacher,
+            predicts=self.predicts,
+            data=self.noted_data(),
+        )
 
     def noted_data(self) -> dict[str, Any]:
         """The settings of the images, for :meth:`notes`."""

@@ -131,11 +131,13 @@ def open_model(
     if to_look and image_size is None:
         image_size, fewer = fitted(model)
     named = not random_weights
-    job = job_of(model, source, paths, files, image_size, to_look=to_look, named=named)
-    return job, " ".join(text for text in (note, fewer) if text)
+    teacher = teacher_of_files(
+        model, source, paths, files, image_size, to_look=to_look, named=named
+    )
+    return teacher, " ".join(text for text in (note, fewer) if text)
 
 
-def job_of(
+def teacher_of_files(
     model: Any,
     source: str,
     paths: Sequence[Path],

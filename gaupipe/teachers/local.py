@@ -5,7 +5,6 @@ Axis letters: H heads, T tokens on a grid (h, w).
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_whole
-from gaupipe.teachers.base import MapShape, Outputs, Teacher, metrics_of_no_epoch
+from gaupipe.teachers.base import MapShape, Outputs, Teacher
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.state import TrainingState
 
@@ -99,17 +97,14 @@ class LocalTeacher(Teacher):
         return described(self.settings.phase_a)
 
     def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
-        """Writes a line of metrics.jsonl, of epoch 0 and without accuracies, and says what the
-        teacher is."""
-        if not distributed.is_main():
-            return
-        folder.mkdir(exist_ok=True)
-        write_whole(folder / "metrics.jsonl", json.dumps(metrics_of_no_epoch()) + "\n")
-        print(
-            f"gaupipe: phase A: local has {self.describe()}, which need no training; "
-            "it predicts nothing, so alpha will be 0",
-            file=sys.stderr,
-        )
+        """Trains nothing, and says what the teacher is."""
+        super().train(state, folder, finished)
+        if distributed.is_main():
+            print(
+                f"gaupipe: phase A: local has {self.describe()}, which need no training; "
+                "it predicts nothing, so alpha will be 0",
+                file=sys.stderr,
+            )
 
     def outputs(self, batch: Batch, generator: torch.Generator, **options: Any) -> Outputs:
         raise NotImplementedError("phase B makes the maps of local")

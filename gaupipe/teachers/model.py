@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +129,7 @@ class ModelTeacher(Teacher):
         return self.named_sha256()
 
     def notes(self) -> StoreNotes:
-        return StoreNotes(
-            teacher=self.settings.phase_a.teacher,
-            predicts=self.predicts,
-            probe=self.probe is not None,
-            data=self.noted_data(),
-        )
+        return replace(super().notes(), probe=self.probe is not None)
 
     def timed(self) -> tuple[nn.Module, int]:
         return self.network.model, self.network.takes.size

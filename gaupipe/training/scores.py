@@ -6,7 +6,7 @@ Axis letters: N images, C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import NotRequired, TypedDict
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gaupipe.data.batches import Batches
+from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
@@ -74,8 +74,13 @@ def predictions(
     sizes = settings.data
     world = distributed.world_size()
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
+    return predictions_of(lambda batch: model(batch.images), batches)
+
+
+def predictions_of(predict: Callable[[Batch], Tensor], batches: Batches) -> tuple[Tensor, Tensor]:
+    """As :func:`predictions`, by a function that gives the logits [B, C] of a batch."""
     mine = [
-        (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
+        (batch.ids, predict(batch).float().cpu(), batch.labels.cpu())
         for batch in batches.rank_batches()
     ]
     parts = chain.from_iterable(distributed.all_gather_object(mine))

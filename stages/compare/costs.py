@@ -100,12 +100,12 @@ def phase_a_costs(
     if not settings.phase_a.kind.stored:
         return {"multiply_adds": 0, "processor_seconds": 0.0}
     data = load_data(settings.data)
-    job = load_teacher(training.teacher, data)
+    teacher = load_teacher(training.teacher, data)
     schema = store.open(str(training.maps)).schema
-    exported = outputs(job, schema, job.batches(data.train), np.arange(1))
+    exported = outputs(teacher, schema, teacher.batches(data.train), np.arange(1))
     forward = multiply_adds(lambda: next(exported))
     export = forward * schema.num_images
-    if not job.kind.trained and metrics[-1].get("processor_seconds"):  # of a probe
+    if not teacher.kind.trained and metrics[-1].get("processor_seconds"):  # of a probe
         probe: Costs = {
             "multiply_adds": forward * (len(data.train) + len(data.val)),
             "processor_seconds": processor_seconds(metrics),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import store
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches
+from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.folder import place_of
 from gaupipe.data.sources import images_with_labels
 from gaupipe.data.splits import ImageData, Split
@@ -27,7 +27,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, utf8
 from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.notes import StoreNotes
-from gaupipe.training.scores import Metrics, classification_metrics, predictions
+from gaupipe.training.scores import Metrics, classification_metrics, predictions, predictions_of
 from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import class_names, saved_sha256
 from stages import predict
@@ -105,20 +105,20 @@ def run(
         check_data(student, data)
         return student, data, open_maps(student, data), teacher_of_unseen(student, data)
 
-    student, data, maps, teacher_job = distributed.main_first(load)
+    student, data, maps, teacher = distributed.main_first(load)
     weights = student.folder / "student"
     files = {
         f"{weights}, sha256": saved_sha256(weights),
-        "the teacher": teacher_job if isinstance(teacher_job, str) else "is there",
+        "the teacher": teacher if isinstance(teacher, str) else "is there",
     }
     ranks.check_same(student.settings, data, files)
     images = getattr(data, split)
     logits, labels = predictions(student.model, images, data, student.settings)
-    teacher: BesideTeacher = {}
-    if isinstance(teacher_job, str):
-        teacher = {"no_teacher": teacher_job}
-    elif teacher_job is not None:
-        teacher = beside_teacher(teacher_job, images, data, logits)
+    beside: BesideTeacher = {}
+    if isinstance(teacher, str):
+        beside = {"no_teacher": teacher}
+    elif teacher is not None:
+        beside = beside_teacher(teacher, images, logits)
     agreement: Agreement = {}
     if maps is not None:
         agreement = teacher_agreement(student.model, maps, data, student.settings)
@@ -130,7 +130,7 @@ def run(
         "images": len(images),
         "epoch": kept_epochs.entry(student.folder)["epoch"],
         **classification_metrics(logits, labels),
-        **teacher,
+        **beside,
         **agreement,
         **by_class(rows, names),
     }
@@ -191,17 +191,24 @@ def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> Teacher | str
     if student.has_other_teacher:
         return "the student learned from another teacher than the run's"
     try:
-        job = load_teacher(run, data)
+        teacher = load_teacher(run, data)
     except UserError as error:
         return str(error)
-    return job if job.predicts else None
+    return teacher if teacher.predicts else None
 
 
 @torch.inference_mode()
-def beside_teacher(job: Teacher, images: Split, data: ImageData, logits: Tensor) -> BesideTeacher:
+def beside_teacher(teacher: Teacher, images: Split, logits: Tensor) -> BesideTeacher:
     """Top-1 accuracy and cross-entropy of a teacher on the split, and the share of images whose
     class it predicts as ``logits`` [N, C] do."""
-    teacher_logits, labels = predictions(job.network, images, data, job.settings)
+    draws = torch.Generator(teacher.device).manual_seed(teacher.settings.seed)
+
+    def predict(batch: Batch) -> Tensor:
+        logits = teacher.outputs(batch, draws, image_ids=None, with_maps=False).logits
+        assert logits is not None  # teacher_of_unseen() asked
+        return logits
+
+    teacher_logits, labels = predictions_of(predict, teacher.batches(images))
     scores = classification_metrics(teacher_logits, labels)
     same = teacher_logits.argmax(-1) == logits.argmax(-1)
     return {

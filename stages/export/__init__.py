@@ -91,18 +91,18 @@ class ExportRequest:
 
     def load(self, settings: Settings) -> Teacher:
         """The finished teacher of the run, or the other one, on the run's data."""
-        job: Teacher
+        teacher: Teacher
         if self.teacher is None:
             images = self.data or self.directory.load_data(settings, unlabelled=True)
-            job = load_teacher(self.directory, images, now=settings)
+            teacher = load_teacher(self.directory, images, now=settings)
         else:
             tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
             images = self.data or self.directory.load_data(settings, unlabelled=True)
             args = tree["phase_a"]["teacher_args"]
-            job = other_teacher(settings, images, self.teacher, args, self.download)
+            teacher = other_teacher(settings, images, self.teacher, args, self.download)
         if self.augment is not None:
-            job.settings = job.settings.model_copy(update={"augment": self.augment})
-        return job
+            teacher.settings = teacher.settings.model_copy(update={"augment": self.augment})
+        return teacher
 
 
 def run(request: ExportRequest) -> str | None:
@@ -175,17 +175,17 @@ def ready(load: Callable[[], Teacher]) -> Teacher:
     return teacher
 
 
-def export(job: Teacher, place: Place, asked: dict[str, Any], images: Exported) -> None:
+def export(teacher: Teacher, place: Place, asked: dict[str, Any], images: Exported) -> None:
     """Writes the store of what a teacher says of some ``images``."""
-    chosen = place.choose(job, asked)  # before any rank has begun a store there
-    ranks.check_same(job.settings, job.data, job.named_sha256())
-    schema = make_schema(job, chosen, images, job.sha256)
+    chosen = place.choose(teacher, asked)  # before any rank has begun a store there
+    ranks.check_same(teacher.settings, teacher.data, teacher.named_sha256())
+    schema = make_schema(teacher, chosen, images, teacher.sha256)
     with contextlib.ExitStack() as held:
         if distributed.is_main():
-            held.enter_context(place.held(job, schema))
+            held.enter_context(place.held(teacher, schema))
         # no rank goes on before all have listed what is pending, so they list the same shards
-        writer, pending = distributed.main_first(lambda: place.open(job, schema))
-        write(job, writer, pending, images.split, place.part, place.license)
+        writer, pending = distributed.main_first(lambda: place.open(teacher, schema))
+        write(teacher, writer, pending, images.split, place.part, place.license)
 
 
 def ensure(

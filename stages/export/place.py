@@ -76,33 +76,33 @@ class Place:
         if not 0 < self.shard_mb <= MOST_SHARD_MB:
             raise UserError(f"--shard-mb {self.shard_mb:g}: should be at most {MOST_SHARD_MB}")
 
-    def check_resources(self, job: Teacher, schema: store.Schema) -> None:
+    def check_resources(self, teacher: Teacher, schema: store.Schema) -> None:
         """Raises UserError for a store that the disk or the memory does not seem to hold."""
         folder = store.local_folder(self.url)
         if self.force or folder is None:
             return
-        shared = sum(array.nbytes for array in (decoder(job, schema.kind) or {}).values())
-        place = f"choose another --out or --kind, or fewer {job.fewer_images}"
+        shared = sum(array.nbytes for array in (decoder(teacher, schema.kind) or {}).values())
+        place = f"choose another --out or --kind, or fewer {teacher.fewer_images}"
         parts = 1 if self.part is None else self.part[1]  # each writes its share
         check_disk("export", schema.total_bytes // parts + shared, folder, place)
         world_size = distributed.world_size()
-        needed = export_memory(job, schema, self.shard_mb, world_size)
-        check_memory("export", needed, job.lighter)
+        needed = export_memory(teacher, schema, self.shard_mb, world_size)
+        check_memory("export", needed, teacher.lighter)
 
-    def choose(self, job: Teacher, options: dict[str, Any]) -> ExportSettings:
+    def choose(self, teacher: Teacher, options: dict[str, Any]) -> ExportSettings:
         """The kind of the store and its encoding, k and views."""
         stored = None if self.overwrite else stored_export(self.url)
-        export = chosen(job, stored, options)
-        if job.width:
-            precision = choose_precision(export.precision or "auto", job.device, job.width)
+        export = chosen(teacher, stored, options)
+        if teacher.width:
+            precision = choose_precision(export.precision or "auto", teacher.device, teacher.width)
             export = export.model_copy(update={"precision": precision})
         return export
 
     @contextlib.contextmanager
-    def held(self, job: Teacher, schema: store.Schema) -> Iterator[None]:
+    def held(self, teacher: Teacher, schema: store.Schema) -> Iterator[None]:
         """Keeps other processes out of a folder while a store is written there. Raises UserError
         where another one writes, or there is no room."""
-        self.check_resources(job, schema)
+        self.check_resources(teacher, schema)
         folder = store.local_folder(self.url)
         if folder is not None and not self.repair:
             with contextlib.suppress(OSError):  # the store says what is in its place
@@ -113,17 +113,19 @@ class Place:
         with alone_in(folder, BUSY, shared=self.part is not None):
             yield
 
-    def open(self, job: Teacher, schema: store.Schema) -> tuple[store.Writer, list[store.Shard]]:
+    def open(
+        self, teacher: Teacher, schema: store.Schema
+    ) -> tuple[store.Writer, list[store.Shard]]:
         """The writer of a rank, and the shards that are still to be written. The first rank makes
         the store, or continues or repairs it."""
-        writer = self._open(job, schema)
+        writer = self._open(teacher, schema)
         return writer, writer.pending()
 
-    def _open(self, job: Teacher, schema: store.Schema) -> store.Writer:
+    def _open(self, teacher: Teacher, schema: store.Schema) -> store.Writer:
         if not distributed.is_main():
             return store.join(self.url)
         shard_bytes = int(self.shard_mb * 1e6)
-        shared = decoder(job, schema.kind)
+        shared = decoder(teacher, schema.kind)
         if self.repair:
             return store.repair(self.url, schema, shard_bytes=shard_bytes, decoder=shared)
         if not self.overwrite and self.part is None and is_complete(self.url):

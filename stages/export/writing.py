@@ -27,7 +27,7 @@ Part = tuple[int, int] | None
 
 
 def write(
-    job: Teacher,
+    teacher: Teacher,
     writer: store.Writer,
     everything: Sequence[store.Shard],
     split: Split,
@@ -52,12 +52,12 @@ def write(
         ThreadPoolExecutor(WRITERS, "export") as pool,
     ):
         progress.line(announcement(schema, images, part))
-        batches = job.batches(split)
+        batches = teacher.batches(split)
         writes: deque[Future[Any]] = deque()
         for shard in mine:
             entries = np.arange(shard.start, shard.stop)
             parts = []
-            for ids, arrays in outputs(job, schema, batches, entries, losses=losses):
+            for ids, arrays in outputs(teacher, schema, batches, entries, losses=losses):
                 parts.append(arrays)
                 progress.advance(len(ids) * world_size)
 

@@ -14,18 +14,13 @@ from gaupipe.attention import ATTENTION
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
+from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.files import utf8
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics, total_seconds
 from gaupipe.vit.fine_tuning import fine_tunes
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.runs import kept_epochs
 from stages.runs.trained import TrainedStudent
-
-TEACHERS = {
-    "gaussian": "a ViT with GauAttention, trained in phase A",
-    "vit": "a ViT, trained in phase A",
-    "local": "a Gaussian round each token, the same for all images",
-}
 
 
 def write(
@@ -102,10 +97,17 @@ def metrics_in(folder: Path) -> list[EpochMetrics]:
     return read_metrics(path) if path.is_file() else []
 
 
+def named_teacher(name: str) -> str:
+    """A teacher in words, or the name of its weights."""
+    if name in TEACHERS:
+        return TEACHERS[name].words
+    return code(name)
+
+
 def teacher_of(student: TrainedStudent, settings: Settings) -> str:
     """The teacher of a student, and how far it was trained."""
     name = settings.phase_a.teacher
-    teacher = TEACHERS.get(name, code(name))
+    teacher = named_teacher(name)
     if student.has_other_teacher:
         return "another one than the run's" if name in TEACHERS else teacher
     if epochs := metrics_in(student.run.phase_a):

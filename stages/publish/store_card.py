@@ -9,7 +9,7 @@ from huggingface_hub import DatasetCard, DatasetCardData
 import store
 from gaupipe import __version__
 from gaupipe.teachers.notes import StoreNotes
-from stages.publish.model_card import TEACHERS, code
+from stages.publish.model_card import code, named_teacher
 
 
 def text(schema: store.Schema, license: str | None = None) -> str:
@@ -38,7 +38,7 @@ def text(schema: store.Schema, license: str | None = None) -> str:
         schema=schema,
         version=__version__,
         license=license,
-        teacher=TEACHERS.get(teacher, code(teacher)),
+        teacher=named_teacher(teacher),
         known=known,
         blocks=notes.layers,
         image_size=images.get("image_size"),

@@ -63,7 +63,7 @@ def show(
     attention cannot be seen.
     """
     from gaupipe.data.prepared import image_files
-    from gaupipe.teachers.files import job_of, open_model
+    from gaupipe.teachers.files import open_model, teacher_of_files
     from stages.view.page import page_text
     from stages.view.serve import model_viewer
 
@@ -71,13 +71,13 @@ def show(
         paths = as_files(images, Path(folder))
         note = ""
         if isinstance(model, str):
-            job, note = open_model(model, paths, download, image_size, to_look=True)
+            teacher, note = open_model(model, paths, download, image_size, to_look=True)
         else:
             name = type(model).__name__
             files = list(image_files(paths))
-            job = job_of(copy.deepcopy(model).cpu(), name, paths, files, image_size)
-        viewer = model_viewer(job, note)
-        page = page_text(viewer, list(range(len(job.data.train))), "train", {})
+            teacher = teacher_of_files(copy.deepcopy(model).cpu(), name, paths, files, image_size)
+        viewer = model_viewer(teacher, note)
+        page = page_text(viewer, list(range(len(teacher.data.train))), "train", {})
     return Shown(page, height)
 
 

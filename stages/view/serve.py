@@ -61,10 +61,10 @@ def run(
     images = images or []
 
     if model is not None:
-        job, note = open_model(model, files, download, image_size, True, random_weights)
+        teacher, note = open_model(model, files, download, image_size, True, random_weights)
         if note:
             print(fitted(f"gaupipe: {note}", sys.stderr), file=sys.stderr)
-        viewer = model_viewer(job, note)
+        viewer = model_viewer(teacher, note)
     else:
         viewer = open_viewer(url, run_dir, students, all_students=html is None)
 
@@ -87,15 +87,15 @@ def run(
     serve(viewer, port, open_browser, start)
 
 
-def model_viewer(job: FilesTeacher, note: str = "") -> Viewer:
+def model_viewer(teacher: FilesTeacher, note: str = "") -> Viewer:
     """The maps of a model on image files, to which others can be added."""
 
     def extend(files: list[Path]) -> ImageData:
-        return images_of(job.images, job.data.num_classes, files=files)
+        return images_of(teacher.images, teacher.data.num_classes, files=files)
 
-    name = ending(job.network.name)
-    models: dict[str, Load] = {name: lambda _: LiveMaps(name, job.network.model, job.data)}
-    return Viewer(name, models, data=job.data, note=note, extend=extend)
+    name = ending(teacher.network.name)
+    models: dict[str, Load] = {name: lambda _: LiveMaps(name, teacher.network.model, teacher.data)}
+    return Viewer(name, models, data=teacher.data, note=note, extend=extend)
 
 
 def open_viewer(
