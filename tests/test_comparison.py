@@ -47,7 +47,7 @@ from stages.compare.measures import (
     spread,
 )
 from stages.compare.report import Comparison, RowResult, final_values, over_controls, report
-from stages.compare.rows import BASELINE, Row, default_rows, resolve, sweep_rows
+from stages.compare.rows import BASELINE, DISTILLED, Row, default_rows, resolve, sweep_rows
 from stages.compare.run import check_folder, plan
 from stages.compare.trainings import FinishedTraining, as_teacher, digest
 from stages.runs.directory import RunDirectory
@@ -267,6 +267,9 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
     assert phases["no soft labels"].beta == pytest.approx(0.3)
     atto = load("cifar10_atto")  # whose teacher has no prior
     assert resolved(atto, default_rows(atto, ["standard"]))["prior alone"].phase_a.prior
+    no_maps = load("digits", ["phase_a.teacher=resnet", "phase_b.gamma=0"])
+    names = [row.name for row in default_rows(no_maps, ["standard"])]
+    assert names == [BASELINE, DISTILLED, "no soft labels"]
 
 
 def test_a_row_changes_no_other_row():

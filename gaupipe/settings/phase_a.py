@@ -58,15 +58,16 @@ class LocalSettings(Section):
 
 class PhaseASettings(Section):
     """Phase A: the teacher, whose attention maps the student learns from. Not every teacher reads
-    all settings: ``vit`` reads ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and
-    ``optim``, a ViT that was trained before ``teacher_args`` and ``augment``, and ``local`` its
-    section ``local``."""
+    all settings: ``vit`` and ``resnet`` read ``teacher_args``, ``max_epochs``,
+    ``stop_accuracy``, ``augment`` and ``optim``, a model that was trained before ``teacher_args``
+    and ``augment``, and ``local`` its section ``local``."""
 
     teacher: ModelName = "gaussian"
-    """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
-    ``local-dir:FOLDER`` takes a trained ViT from a folder that timm reads. A timm name such as
-    ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights. ``local`` is no network,
-    but fixed Gaussians round the tokens, which phase B makes itself."""
+    """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT, ``resnet`` a
+    ResNet, which gives predictions alone. ``local-dir:FOLDER`` takes a trained model from a folder
+    that timm reads, a timm name such as ``deit_tiny_patch16_224.fb_in1k`` one with published
+    weights: for its maps, if its attention can be read, and for its predictions. ``local`` is
+    no network, but fixed Gaussians round the tokens, which phase B makes itself."""
     local: LocalSettings = LocalSettings()
     teacher_args: Keywords = {}
     """Keywords for a teacher that is a trained ViT. With ``vit`` they change ``model.args``. For

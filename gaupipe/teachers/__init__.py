@@ -1,1 +1,1 @@
-"""The teachers of phase A: per-image Gaussians, or an ordinary vision transformer."""
+"""Teachers of phase A, a file each: what they give, and how they are trained."""

@@ -68,7 +68,9 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
     distilled = {f"{DISTILLED} {name}": student(name) for name in students}
     if list(students) == ["standard"]:
         distilled = {DISTILLED: student(first)}
-    controls: dict[str, ByName] = {"maps of other images": {"phase_b.shuffle_maps": True}}
+    controls: dict[str, ByName] = {}
+    if base.phase_b.gamma:
+        controls["maps of other images"] = {"phase_b.shuffle_maps": True}
     if not base.phase_a.kind.stored:  # all images have the same maps
         controls = {
             "wrong places": {"phase_a.local.permuted": True},
