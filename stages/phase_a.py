@@ -6,10 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.student import check_student
+from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.teachers.base import Teacher, outline
 from stages.runs import ranks
@@ -46,7 +45,8 @@ def run(
         request = directory.settled(settings)
         directory.check_free(request, resume)
         images = read_data(request, directory, data, unlabelled=True)
-        check_unlabelled(request, images)
+        if images.unlabelled is not None:
+            check_unlabelled(request)
         teacher = outline(request, images)
         if students:
             check_student(teacher)
@@ -72,13 +72,3 @@ def run(
                 # last: with the metrics it says that phase A has finished
                 directory.write_teacher_digest(sha256)
     return read_metrics(directory.phase_a / "metrics.jsonl")
-
-
-def check_unlabelled(settings: Settings, data: ImageData) -> None:
-    """Raises UserError for images without labels of which the teacher says nothing."""
-    if data.unlabelled is not None and not settings.phase_a.kind.predicts_new_images:
-        raise UserError(
-            f"data.unlabelled: the teacher {settings.phase_a.teacher} predicts nothing of images "
-            "without labels: take --teacher resnet, which phase A trains on the labels, or a "
-            "pretrained model's name"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -17,7 +18,7 @@ from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import planned_export
-from gaupipe.distillation.student import check_student
+from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
@@ -69,7 +70,8 @@ class Plan(TypedDict):
     unlabelled: int
     """Images without labels."""
     stages: dict[str, Stage]
-    """By name: phase_a (at most), export, phase_b and plain (the baseline)."""
+    """By name: phase_a (at most), export, export_unlabelled (where there are such images), phase_b
+    and plain (the baseline)."""
     total: Total
     per_image_parameters: NotRequired[int]
     """None of a training on the labels alone."""
@@ -111,16 +113,20 @@ def run(
             train = train.model_copy(update={"epochs": settings.baseline_epochs})
         built = checked_student(settings, data, train)
         stages["plain"] = plan_student(settings, built, data, "plain", train, world_size)
-    for stage in stages.values():
+    unlabelled = 0 if data.unlabelled is None else len(data.unlabelled)
+    for name, stage in stages.items():
         if "epochs" in stage:
-            stage["steps"] = stage["epochs"] * -(-images // settings.data.batch_size)
+            seen = images
+            if name == "phase_b":
+                seen += unlabelled
+            stage["steps"] = stage["epochs"] * -(-seen // settings.data.batch_size)
     memory = max(stage["memory_bytes"] for stage in stages.values())
     disk = sum(stage["disk_bytes"] for stage in stages.values())
     steps = sum(stage.get("steps", 0) for stage in stages.values())
     too_large = mistake_in(lambda: check_memory("the run", memory))
     planned: Plan = {
         "images": images,
-        "unlabelled": 0 if data.unlabelled is None else len(data.unlabelled),
+        "unlabelled": unlabelled,
         "stages": stages,
         "total": {"steps": steps, "memory_bytes": memory, "disk_bytes": disk},
         "world_size": world_size,
@@ -137,21 +143,29 @@ def run(
 def plan_phases(
     settings: Settings, data: ImageData, images: int, world_size: int
 ) -> tuple[dict[str, Stage], int]:
-    """Both phases and the export, and the number of per-image parameters."""
+    """Both phases and the exports, and the number of per-image parameters."""
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
+    if data.unlabelled is not None:
+        check_unlabelled(settings)
     train = settings.student_training
     built = checked_student(settings, data, train)
     student = plan_student(settings, built, data, "distilled", train, world_size)
     teacher = outline(settings, data)
+    check_student(teacher)
     if not teacher.kind.stored:
-        check_student(teacher)
         return {"phase_b": student}, 0
     export = planned_export(teacher)
     needs = make_plan(teacher, images, world_size)
-    schema = planned_schema(teacher, export, images)
-    stored, files = store_size(teacher, schema)
-    student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
+    others = data.unlabelled
+    schemas = {"export": planned_schema(teacher, export, images)}
+    if others is not None:
+        schemas["export_unlabelled"] = replace(
+            schemas["export"],
+            num_images=len(others) * (export.views or 1),
+            labelled=False,
+            name_bytes=others.name_bytes,
+        )
     stages: dict[str, Stage] = {
         "phase_a": {
             "model": "teacher (phase A)",
@@ -159,15 +173,21 @@ def plan_phases(
             "parameters": needs.parameters,
             "memory_bytes": needs.memory_bytes,
             "disk_bytes": needs.disk_bytes,
-        },
-        "export": {
-            "model": f"store ({export.kind})",
+        }
+    }
+    for name, schema in schemas.items():
+        stored, files = store_size(teacher, schema)
+        student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
+        what = export.kind
+        if not schema.labelled:
+            what = f"{export.kind}, no labels"
+        stages[name] = {
+            "model": f"store ({what})",
             "memory_bytes": export_memory(teacher, schema, world_size=world_size),
             "disk_bytes": stored,
             "files": files,
-        },
-        "phase_b": student,
-    }
+        }
+    stages["phase_b"] = student
     return stages, needs.per_image_parameters
 
 

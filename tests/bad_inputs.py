@@ -19,6 +19,7 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 import damage
+from pictures import photos
 from stores import edit_root
 
 Change = Callable[[Path], Any]
@@ -944,6 +945,20 @@ DATA = [
         "phase-a pictures.yaml --run-dir new",
         "data.unlabelled 20",
         copy("elsewhere", "pictures/unlabelled"),
+    ),
+    *(
+        Row(
+            f"phase-a --data pictures --run-dir new {more}",
+            names,
+            lambda folder: photos(folder / "pictures/unlabelled", ("a",), size=(5, 5)),
+        )
+        for more, names in (
+            ("--teacher local", "data.unlabelled local resnet"),
+            ("--teacher gaussian", "data.unlabelled gaussian resnet"),
+            ("--set phase_b.alpha=0", "phase_b.alpha data.unlabelled"),
+            ("--set phase_b.gamma=0.1", "phase_b.gamma resnet phase_b.gamma=0"),
+            ("--teacher resnet --set phase_b.warm_start=teacher", "phase_b.warm_start resnet"),
+        )
     ),
     Row(
         "plan --data pictures/train",

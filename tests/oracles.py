@@ -44,3 +44,9 @@ def divergence(p, q, hide_own: bool = False) -> float:
     p, q = np.broadcast_arrays(*(rows / rows.sum(-1, keepdims=True) for rows in (p, q)))
     seen = p > 0
     return (p[seen] * np.log(p[seen] / q[seen])).sum() / p[..., 0].size
+
+
+def cross_entropies(logits, targets):
+    """[B], in float64."""
+    exps = np.exp(logits - logits.max(1, keepdims=True))
+    return -(targets * np.log(exps / exps.sum(1, keepdims=True))).sum(1)

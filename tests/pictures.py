@@ -50,6 +50,17 @@ def photos(folder, classes=("cat", "dog"), count=12, size=(10, 8), mode="RGB"):
     return folder
 
 
+def more_photos(folder, count=7, seed=1):
+    """Images of noise at several depths, other ones than :func:`photos` makes."""
+    draw = np.random.default_rng(seed)
+    for number in range(count):
+        place = folder / "/".join("ab"[: number % 3])
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(256, size=(8, 9, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.png")
+    return folder
+
+
 def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> FolderFacts:
     """What a folder is like, by numbers alone."""
     counts = {name: images // len(classes) for name in classes}

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from arguments import sets
 from gaupipe.data import images as image_files
@@ -25,23 +24,13 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.training.job import LabelLosses, build, hard_loss, train, training_state
 from gaupipe.training.update import Update
-from pictures import photos
+from oracles import cross_entropies
+from pictures import more_photos, photos
 from runs import metrics
 from worlds import in_world
 
 CPU = torch.device("cpu")
 SIZE = 8
-
-
-def more_photos(folder, count=7, seed=1):
-    """Images of noise at several depths, other ones than :func:`photos` makes."""
-    draw = np.random.default_rng(seed)
-    for number in range(count):
-        place = folder / "/".join("ab"[: number % 3])
-        place.mkdir(parents=True, exist_ok=True)
-        pixels = draw.integers(256, size=(8, 9, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(place / f"{number}.png")
-    return folder
 
 
 @pytest.fixture
@@ -384,12 +373,6 @@ def test_images_are_mixed_with_their_kind(tmp_path, buckets):
 
 
 # a training
-
-
-def cross_entropies(logits, targets):
-    """[B], in float64."""
-    exps = np.exp(logits - logits.max(1, keepdims=True))
-    return -(targets * np.log(exps / exps.sum(1, keepdims=True))).sum(1)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

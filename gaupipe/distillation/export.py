@@ -46,6 +46,7 @@ def stored_export(url: str) -> ExportSettings | None:
             "views": None if notes.views is None else schema.views,
             "layers": notes.layers,
             "precision": notes.precision,
+            "features": schema.features_dim is not None,
             "grid": None if notes.pooled_from is None else schema.grid,
         }
     )

@@ -25,7 +25,12 @@ from gaupipe.distillation.losses import (
     gamma_at,
     soft_loss,
 )
-from gaupipe.distillation.student import check_fit, layer_map, without_predictions
+from gaupipe.distillation.student import (
+    check_fit,
+    check_soft_loss,
+    layer_map,
+    without_predictions,
+)
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import MapShape, Teacher
@@ -196,11 +201,7 @@ def check_alike(maps: store.Store, unlabelled: store.Store, settings: Settings) 
         raise UserError(f"{where} other views than {maps.url}: {remedy}")
     if not notes.has_predictions:
         raise UserError(f"{where} a teacher that predicts no classes: nothing is said of them")
-    if not settings.phase_b.alpha:
-        raise UserError(
-            "phase_b.alpha: is 0, and images without labels teach by predictions: set "
-            "phase_b.alpha=1, or leave data.unlabelled out"
-        )
+    check_soft_loss(settings.phase_b)
     if settings.phase_b.gamma and identity_of_maps(first) != identity_of_maps(second):
         raise UserError(f"{where} other maps than {maps.url}: {remedy}, or set phase_b.gamma=0")
 

@@ -74,6 +74,25 @@ def without_predictions(settings: Settings) -> Settings:
     return settings.with_section("phase_b", alpha=0.0)
 
 
+def check_unlabelled(settings: Settings) -> None:
+    """Raises UserError for a teacher that says nothing of images without labels."""
+    if not settings.phase_a.kind.predicts_new_images:
+        raise UserError(
+            f"data.unlabelled: the teacher {settings.phase_a.teacher} predicts nothing of images "
+            "without labels: take --teacher resnet, which phase A trains on the labels, or a "
+            "pretrained model's name"
+        )
+
+
+def check_soft_loss(phase: PhaseBSettings) -> None:
+    """Raises UserError for images without labels whose predictions weigh nothing."""
+    if not phase.alpha:
+        raise UserError(
+            "phase_b.alpha: is 0, and images without labels teach by predictions: set "
+            "phase_b.alpha=1, or leave data.unlabelled out"
+        )
+
+
 def check_student(teacher: Teacher) -> None:
     """Raises UserError before phase A for a student that phase B could not train with what a
     ``teacher`` gives, and for a store that cannot hold it. Nothing is computed: the student is
@@ -81,12 +100,19 @@ def check_student(teacher: Teacher) -> None:
     settings = teacher.settings
     phase = settings.phase_b
     student = checked_student(settings, teacher.data, settings.student_training)
+    if teacher.data.unlabelled is not None:
+        check_soft_loss(phase)
     teacher.check_student()
     constant = teacher.constant_maps(student)
     if constant is not None:
         without_predictions(settings)
         check_fit(student, MapShape.of(constant), phase, settings.phase_a.teacher)
         return
+    if phase.gamma and not teacher.forms:
+        raise UserError(
+            f"phase_b.gamma: the teacher {settings.phase_a.teacher} has no attention maps to "
+            "compare: set phase_b.gamma=0"
+        )
     export = planned_export(teacher)
     maps = None
     if teacher.forms:

@@ -63,6 +63,11 @@ class TrainedOnLabels(ModelTeacher):
     def predicts(self) -> bool:
         return True
 
+    @property
+    def features(self) -> int:
+        model = getattr(self.network, "model", self.network)  # once it has been trained
+        return int(model.num_features)
+
     def given_sha256(self) -> dict[str, str]:
         return {}
 

@@ -14,14 +14,20 @@ from gaupipe.vit.models import config_of
 FULL_RESOLUTION = 64
 """Pixels a side from which on the first convolution halves the image."""
 
+SMALLEST = 8
+"""Pixels a side up to which the last stage does not halve: a single pixel of a single image has no
+variance, by which batch norm could divide it."""
+
 
 class NarrowResNet(ResNet):
     """timm's ``ResNet`` whose stem is one 3 x 3 convolution, of stride 2 from 64 pixels on, without
     pooling: ResNet's own would leave a single pixel of 32 in the last stage."""
 
     def __init__(self, img_size: Any = 32, in_chans: int = 3, **kwargs: Any) -> None:
-        super().__init__(in_chans=in_chans, **kwargs)
         size = to_2tuple(img_size)[0]
+        if size <= SMALLEST:
+            kwargs["output_stride"] = 16
+        super().__init__(in_chans=in_chans, **kwargs)
         stride = 2 if size >= FULL_RESOLUTION else 1
         first: Any = self.conv1
         first = nn.Conv2d(in_chans, first.out_channels, 3, stride, padding=1, bias=False)

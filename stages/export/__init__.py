@@ -117,14 +117,17 @@ def run(request: ExportRequest) -> str | None:
     with request.directory.locked(shared=place.part is not None):
         teacher = ready(partial(request.load, settings))
         data = teacher.data
-        both = request.is_own_store and data.unlabelled is not None
-        if both and not place.replaces and is_complete(place.url, teacher.sha256):
-            say(f"export: {place.url} is complete")
-        else:
-            export(teacher, place, request.asked, Exported.train(data))
-        if both:
+        stores = [(place, Exported.train(data))]
+        if request.is_own_store and data.unlabelled is not None:
             others = replace(place, url=str(request.directory.unlabelled_maps))
-            export(teacher, others, request.asked, Exported.unlabelled(data))
+            stores.append((others, Exported.unlabelled(data)))
+        complete = [is_complete(each.url, teacher.sha256) for each, _ in stores]
+        goes_on = not place.replaces and not all(complete)
+        for (each, images), is_there in zip(stores, complete, strict=True):
+            if is_there and goes_on:
+                say(f"export: {each.url} is complete")
+            else:
+                export(teacher, each, request.asked, images)
     return place.url
 
 

@@ -1,0 +1,193 @@
+"""Runs with images without labels: what is stored of both kinds of images, and what a student
+learns from it."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import store
+from arguments import sets
+from gaupipe.data.batches import Batches
+from gaupipe.data.images import UNLABELLED
+from gaupipe.distillation.export import is_complete
+from gaupipe.distillation.job import MapsOfEpoch, StoredImages, StudentLosses
+from gaupipe.settings import PhaseBSettings
+from oracles import cross_entropies
+from pictures import more_photos, photos
+from runs import run_main
+from stages import phase_b
+from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_teacher
+from stores import edit_root
+
+CPU = torch.device("cpu")
+SMALL = sets(
+    "data.image_size=8",
+    "data.batch_size=5",
+    "model.args={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4, mlp_ratio: 2}",
+    "phase_a.max_epochs=1",
+    "phase_b.epochs=2",
+    "baseline.epochs=0",
+    "threads=1",
+)
+WITHOUT = 10
+"""Images without labels. Of 24 with labels 5 are for validation."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with mine/, images of both kinds, and the run that learned from them."""
+    folder = tmp_path_factory.mktemp("unlabelled")
+    photos(folder / "mine/train")
+    more_photos(folder / "mine/unlabelled", WITHOUT)
+    assert run_main("run", "--data", "mine", *SMALL, "--run-dir", "run", cwd=folder) == 0
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of the run, whose images stay where they are."""
+    return shutil.copytree(finished / "run", tmp_path / "run")
+
+
+def opened(run):
+    """The run's images, its teacher and both stores, of the images with labels first."""
+    directory = RunDirectory(run)
+    data = directory.load_data(directory.settings(), unlabelled=True)
+    stores = [store.open(run / name) for name in ("maps.zarr", "unlabelled.zarr")]
+    return data, load_teacher(directory, data), stores
+
+
+def logits_of(maps):
+    return maps.gather(np.arange(len(maps)))["logits"]
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+# what is stored
+
+
+def test_teacher_and_student_see_the_same_pixels_and_its_network_says_what_is_stored(finished):
+    data, teacher, stores = opened(finished / "run")
+    folder = finished / "run/phase_a/teacher"
+    network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    mean, std = (np.array(each)[:, None, None] for each in (data.mean, data.std))
+    seen = []
+    for split, maps in zip((data.train, data.unlabelled), stores, strict=True):
+        images = torch.cat([batch.images for batch in teacher.batches(split).in_order()])
+        decoded = np.stack([split.image(number) for number in range(len(split))])
+        pixels = (decoded.transpose(0, 3, 1, 2) / 255 - mean) / std
+        assert np.allclose(images, pixels, atol=1e-5)
+        with torch.no_grad():
+            by_hand = network(torch.from_numpy(pixels).float()).double().numpy()
+        assert np.allclose(logits_of(maps), log_softmax(by_hand), atol=1e-3)
+        names = [
+            row.tobytes().rstrip(b"\0").decode()
+            for row in maps.gather(np.arange(len(maps)))["names"]
+        ]
+        assert names == split.names()
+        seen.append(images)
+    both = Batches(data.with_unlabelled(), data, CPU, 5).in_order()
+    assert torch.equal(torch.cat([batch.images for batch in both]), torch.cat(seen))
+    assert "labels" not in stores[1].schema.arrays()
+
+
+# what a student learns
+
+
+def test_entries_of_two_stores_go_to_their_images(finished):
+    _, _, stores = opened(finished / "run")
+    expected = np.concatenate([logits_of(maps) for maps in stores])
+    count = len(stores[0])
+    draw = np.random.default_rng(0)
+    batches = [
+        draw.permutation(len(expected)),
+        np.array([count + 3, 2, count, 0]),
+        np.array([count + 1, count]),  # without labels
+        np.array([4, 1, 3]),  # with labels
+        np.array([count - 1]),
+    ]
+    read = {}
+    for shuffled in (False, True):
+        phase = PhaseBSettings(shuffle_predictions=shuffled)
+        images = [StoredImages(maps, phase, seed=0) for maps in stores]
+        read[shuffled] = [*MapsOfEpoch(images, 0, with_maps=False).prefetch(batches)]
+    for ids, entries in zip(batches, read[False], strict=True):
+        assert np.array_equal(entries["logits"], expected[ids])
+
+    # a control: an entry of the same store, and never the image's own
+    others = np.empty(len(expected), int)
+    others[:count] = images[0].of_predictions
+    others[count:] = images[1].of_predictions + count
+    assert not (others == np.arange(len(expected))).any()
+    assert sorted(others) == [*range(len(expected))]
+    assert (others[:count] < count).all()
+    for ids, entries in zip(batches, read[True], strict=True):
+        assert np.array_equal(entries["logits"], expected[others[ids]])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_all_images_have_predictions_and_some_have_labels(finished, temperature):
+    directory = RunDirectory(finished / "run")
+    settings = directory.settings().with_section(
+        "phase_b", alpha=0.7, beta=0.3, soft_temperature=temperature
+    )
+    data, _, stores = opened(finished / "run")
+    job = phase_b.build(settings, data, directory)
+    assert len(job.images) == len(data.train) + WITHOUT
+    losses = StudentLosses(job.student.eval(), settings, None)
+    ids = np.array([3, len(data.train) + 2, 0, 7, len(data.train)])
+    [batch] = Batches(job.images, data, CPU, 5).in_order(ids)
+    stored = np.concatenate([logits_of(maps) for maps in stores])[ids]
+    with torch.no_grad():
+        found = losses(replace(batch, stored={"logits": stored}, whole_labelled=3), alpha=0.7)
+        logits = job.student(batch.images).double().numpy()
+
+    teacher = np.exp(log_softmax(stored.astype(np.float64) / temperature))
+    soft = temperature**2 * cross_entropies(logits / temperature, teacher).mean()
+    labels = batch.labels.numpy()
+    assert (labels == UNLABELLED).tolist() == [False, True, False, False, True]
+    known = labels != UNLABELLED
+    smoothing = settings.student_training.label_smoothing
+    targets = (1 - smoothing) * np.eye(2)[labels[known]] + smoothing / 2
+    hard = cross_entropies(logits[known], targets).mean()
+    assert found.loss_soft.item() == pytest.approx(soft, rel=1e-5)
+    assert found.loss_hard.item() == pytest.approx(hard, rel=1e-5)
+    assert found.loss.item() == pytest.approx(0.7 * soft + 0.3 * hard, rel=1e-5)
+
+
+# exports
+
+
+def test_what_an_export_finds_whole_it_leaves(run, in_process):
+    call = ("export-maps", "--run-dir", run)
+    code, _, err = in_process(*call)
+    assert code == 2 and "maps.zarr already holds a complete store" in err
+    for gone, kept in (("maps.zarr", "unlabelled.zarr"), ("unlabelled.zarr", "maps.zarr")):
+        written = (run / kept / "zarr.json").stat().st_mtime_ns
+        shutil.rmtree(run / gone)
+        code, _, err = in_process(*call)
+        assert code == 0 and f"{kept} is complete" in err
+        assert (run / kept / "zarr.json").stat().st_mtime_ns == written
+        assert is_complete(str(run / gone))
+    assert in_process(*call, "--overwrite")[0] == 0
+    for gone in ("maps.zarr", "unlabelled.zarr"):
+        shutil.rmtree(run / gone)
+    for part in ("1/2", "2/2"):
+        assert in_process(*call, "--part", part)[0] == 0
+    for name in ("maps.zarr", "unlabelled.zarr"):
+        assert in_process("verify", run / name, "--teacher")[0] == 0
+
+
+def test_the_predictions_of_another_teacher_are_refused(run, in_process):
+    edit_root(run / "unlabelled.zarr", teacher_sha256="0" * 64)
+    code, _, err = in_process("phase-b", "--run-dir", run, "--name", "new")
+    assert code == 2 and err.count("\n") == 1
+    assert "unlabelled.zarr: holds the images without labels of another teacher" in err
+    assert not (run / "phase_b/new").exists()
