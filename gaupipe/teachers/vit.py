@@ -127,6 +127,10 @@ class TrainedVit(TrainedOnLabels, VitTeacher):
     def model(cls, settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
         return build_model(settings, data, device)
 
+    @property
+    def kept_prefix(self) -> int:
+        return 0
+
     def weights(self) -> dict[str, Tensor]:
         if isinstance(self.network, VisionTransformer):
             return self.network.state_dict()

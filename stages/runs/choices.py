@@ -432,7 +432,7 @@ def _choose_augmentation(
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", views, reason)
 
-    if is_given(teacher):
+    if is_given(teacher) and "export.kind" not in choices.chosen:
         reason = "a quarter of each query's keys, those with the largest attention"
         choices.choose("export.kind", "topk", reason)
 
