@@ -1,6 +1,7 @@
 """Runs with images without labels: what is stored of both kinds of images, and what a student
 learns from it."""
 
+import os
 import shutil
 from dataclasses import replace
 
@@ -16,13 +17,16 @@ from gaupipe.data.images import UNLABELLED
 from gaupipe.distillation.export import is_complete
 from gaupipe.distillation.job import MapsOfEpoch, StoredImages, StudentLosses
 from gaupipe.settings import PhaseBSettings
+from killing import KILLED, AtCall, InWrite, exit_code
 from oracles import cross_entropies
 from pictures import more_photos, photos
-from runs import run_main
-from stages import phase_b
+from runs import metrics, run_main
+from stages import export, phase_b
+from stages.export.place import Place
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher
 from stores import edit_root
+from worlds import command
 
 CPU = torch.device("cpu")
 SMALL = sets(
@@ -163,6 +167,54 @@ def test_all_images_have_predictions_and_some_have_labels(finished, temperature)
 
 
 # exports
+
+
+def command_in(folder, *arguments):
+    os.chdir(folder)
+    command(*arguments)
+
+
+def student_of(name, *how):
+    return "phase-b", "--run-dir", "run", "--set", "checkpoint_minutes=0", "--name", name, *how
+
+
+def test_a_student_goes_on_where_it_was_killed(finished, run, in_process):
+    folder = run.parent
+    assert in_process(*student_of("whole"), cwd=folder)[0] == 0
+    kill = AtCall("gaupipe.training.update:Update.backward", (9,))  # in the second epoch
+    assert exit_code(command_in, folder, *student_of("killed"), kill=kill) in KILLED
+    assert in_process(*student_of("killed", "--resume"), cwd=folder)[0] == 0
+    whole, killed = (run / "phase_b" / name for name in ("whole", "killed"))
+    assert metrics(whole / "metrics.jsonl") == metrics(killed / "metrics.jsonl")
+    weights = [path / "student/model.safetensors" for path in (whole, killed)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def write_stores(run):
+    """Both stores, of several shards each."""
+    export.run(export.ExportRequest(run, Place(str(run / "maps.zarr"), shard_mb=0.0001)))
+
+
+def test_an_export_goes_on_in_and_between_the_stores(run):
+    urls = [run / name for name in ("maps.zarr", "unlabelled.zarr")]
+    for url in urls:
+        shutil.rmtree(url)
+    write_stores(run)
+    shards = [len(store.open(url).shards) for url in urls]
+    assert min(shards) > 1
+    expected = [logits_of(store.open(url)) for url in urls]
+    for url in urls:
+        shutil.rmtree(url)
+    for complete in (0, 1):  # killed in the first store, and in the second one
+        assert exit_code(write_stores, run, kill=InWrite(2)) in KILLED
+        assert sum(is_complete(str(url)) for url in urls) == complete
+        if complete == 0:
+            write_stores(run)
+            shutil.rmtree(urls[1])
+    write_stores(run)
+    for url, logits in zip(urls, expected, strict=True):
+        assert store.verify(url) == []
+        assert np.array_equal(logits_of(store.open(url)), logits)
 
 
 def test_what_an_export_finds_whole_it_leaves(run, in_process):
