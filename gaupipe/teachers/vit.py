@@ -25,10 +25,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import Outputs, Teacher, outline
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
-from gaupipe.teachers.readable_vit import (
-    ReadableViT,
-    parts_of_teachers,
-)
+from gaupipe.teachers.readable_vit import ReadableViT, parts_of_teachers
 from gaupipe.teachers.trained import TrainedOnLabels
 from gaupipe.vit.build import build_vit
 from gaupipe.vit.inputs import spread_of

@@ -253,7 +253,7 @@ def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -
     sizes = {"embed_dim", "depth", "num_heads", "mlp_ratio"}
     if sizes & {*choices.given("model.args", {})}:  # it has to learn again what a slice has lost
         choices.choose("model.name", "", "a slice of its weights, and the images that it expects")
-        epochs = min(max(MODEL[-1] // images, FEWEST_EPOCHS), MOST_EPOCHS)
+        epochs = epochs_of(images, MODEL[-1])
         choices.choose("train.epochs", epochs, "of the training, as from the start")
         choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
     else:
@@ -300,9 +300,9 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
         choices.choose("phase_a.optim.lr", RESNET_RATE, "its learning rate, of timm's Muon")
     both = images + unlabelled
     epochs = min(max(SEEN_OF_MANY // both, FEWEST_EPOCHS_OF_MANY), MOST_EPOCHS)
-    epochs = choices.given("train.epochs") or epochs  # else it is the student's, too
+    epochs = choices.given("train.epochs") or epochs  # those of all trainings, where given
     epochs = choices.choose("phase_b.epochs", epochs, f"which show it {epochs * both:,} images")
-    if choices.given("train.epochs") is None:  # else they are the baseline's, too
+    if choices.given("train.epochs") is None:
         choices.choose("train.epochs", labels_epochs, "of the baseline, on the labels alone")
     choices.choose("baseline.epochs", choices.given("train.epochs"))
     share = 0.5
