@@ -23,6 +23,7 @@ import json
 import shlex
 import sys
 import time
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -67,7 +68,11 @@ class Row:
     maps: str | None = None
     gamma: float = 1.0
     map_epochs: int = 4
-    network: str = "conv"  # or residual, the ViT's stem; or resnet
+    network: str = "conv"  # or residual, patch, the ViT's stem; or resnet
+    more_blocks: int = 0
+    """Further residual blocks in each stage of the residual stem."""
+    fine_blocks: int = 0
+    """The first blocks of the ViT, that see 16 x 16 tokens, which are then averaged."""
     lr: float = 4e-3
     depth: int = 4
     width: int = 64
@@ -92,6 +97,20 @@ ROWS = {
     "300 labels, predictions": Row(targets="deit", labels=300),
     "residual stem, labels": Row(epochs=30, network="residual"),
     "residual stem, predictions": Row(targets="deit", network="residual"),
+    "conv stem, as many core seconds": Row(epochs=18, targets="deit"),
+    "conv stem, 8 blocks": Row(targets="deit", depth=8),
+    "conv stem, width 96": Row(targets="deit", width=96),
+    "conv stem, two blocks of 16 x 16 tokens": Row(targets="deit", fine_blocks=2),
+    "patches": Row(targets="deit", network="patch"),
+    "residual stem, 2 blocks": Row(targets="deit", network="residual", depth=2),
+    "residual stem, twice the residual blocks, 2 blocks": Row(
+        targets="deit", network="residual", depth=2, more_blocks=1
+    ),
+    "residual stem, twice the residual blocks": Row(
+        targets="deit", network="residual", more_blocks=1
+    ),
+    "residual stem, 20 epochs": Row(targets="deit", network="residual", epochs=20),
+    "residual stem, twice the rate": Row(targets="deit", network="residual", lr=8e-3),
 }
 
 
@@ -324,12 +343,25 @@ def build(row: Row) -> nn.Module:
     vit: Any = timm.create_model(
         "gauvit_atto_patch4_32",
         stem=row.network,
+        patch_size=2 if row.fine_blocks else 4,
         embed_dim=row.width,
         depth=row.depth,
         num_heads=row.width // 32,
         mlp_ratio=2,
     )
+    if row.more_blocks:
+        for stage in vit.patch_embed.proj:
+            if isinstance(stage, nn.Sequential) and len(stage) > 1:
+                stage.extend(deepcopy(stage[-1]) for _ in range(row.more_blocks))
+    if row.fine_blocks:
+        vit.blocks[row.fine_blocks - 1].register_forward_hook(averaged)
     return vit
+
+
+def averaged(block: nn.Module, inputs: Any, tokens: Tensor) -> Tensor:
+    """[B, 16 x 16, d] -> [B, 8 x 8, d]"""
+    grid = tokens.transpose(1, 2).unflatten(2, (16, 16))
+    return F.avg_pool2d(grid, 2).flatten(2).transpose(1, 2)
 
 
 def views(images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
