@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from gaupipe.settings.model import usable_model_args
 from gaupipe.settings.sections import (
+    Count,
     Fraction,
     Keywords,
     ModelName,
@@ -16,7 +17,7 @@ from gaupipe.settings.sections import (
     Section,
     Weight,
 )
-from gaupipe.settings.teachers import TeacherKind, teacher_kind
+from gaupipe.settings.teachers import TEACHERS, TeacherKind, teacher_kind
 from gaupipe.settings.train import OptimSettings
 
 
@@ -59,8 +60,9 @@ class LocalSettings(Section):
 class PhaseASettings(Section):
     """Phase A: the teacher, whose attention maps the student learns from. Not every teacher reads
     all settings: ``vit`` and ``resnet`` read ``teacher_args``, ``max_epochs``,
-    ``stop_accuracy``, ``augment`` and ``optim``, a model that was trained before ``teacher_args``
-    and ``augment``, and ``local`` its section ``local``."""
+    ``stop_accuracy``, ``augment`` and ``optim``, a model that was trained before
+    ``teacher_args``, ``augment`` and ``fine_tune_epochs``, with which it reads ``stop_accuracy``
+    and ``optim`` too, and ``local`` its section ``local``."""
 
     teacher: ModelName = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT, ``resnet`` a
@@ -89,6 +91,10 @@ class PhaseASettings(Section):
     compression: CompressionSettings = CompressionSettings()
     max_epochs: Positive = 12
     """Largest number of epochs of phase A."""
+    fine_tune_epochs: Count = 0
+    """Epochs for which a model that was trained before is fine-tuned on the labels, in place of
+    ``max_epochs``; 0 takes it as it is. Its predictions of the training images are then of images
+    that it has learned, those of images without labels are not."""
     stop_accuracy: Fraction = 0.92
     """Phase A stops after the first epoch with a training accuracy of at least this."""
     augment: bool = False
@@ -98,13 +104,18 @@ class PhaseASettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
+        if self.fine_tune_epochs and self.teacher in TEACHERS:
+            raise ValueError(
+                "fine_tune_epochs is for a model that was trained before: the teacher "
+                f"{self.teacher} has max_epochs"
+            )
         if self.teacher_args and self.kind.teacher_args is not None:
             raise ValueError(f"teacher_args {self.kind.teacher_args}")
         if self.kind.learns_images and not self.prior and self.per_image == "none":
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"
             )
-        if self.kind.trained:
+        if self.teacher in TEACHERS:
             usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
@@ -113,12 +124,14 @@ class PhaseASettings(Section):
     @property
     def kind(self) -> TeacherKind:
         """What is known of the teacher by its name."""
-        return teacher_kind(self.teacher)
+        return teacher_kind(self.teacher, self.fine_tune_epochs > 0)
 
     @property
     def most_epochs(self) -> int:
         """Epochs of phase A at most; 0 for a teacher that was trained before."""
-        return self.max_epochs if self.kind.trained else 0
+        if not self.kind.trained:
+            return 0
+        return self.fine_tune_epochs or self.max_epochs
 
     @property
     def learns_of_images(self) -> bool:

@@ -5,7 +5,7 @@ A new teacher is a file in ``gaupipe/teachers/`` and an entry of :data:`TEACHERS
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,15 @@ GIVEN = TeacherKind(
 """A teacher that was trained before: any other value of ``phase_a.teacher`` names its weights."""
 
 
-def teacher_kind(name: str) -> TeacherKind:
+FINE_TUNED = replace(
+    GIVEN,
+    implementation="fine_tuned.FineTuned",
+    words="a trained model, fine-tuned in phase A",
+    trained=True,
+)
+"""A teacher that was trained before and is fine-tuned in ``phase_a.fine_tune_epochs``."""
+
+
+def teacher_kind(name: str, fine_tuned: bool = False) -> TeacherKind:
     """What is known of the teacher that ``phase_a.teacher`` names."""
-    return TEACHERS.get(name, GIVEN)
+    return TEACHERS.get(name, FINE_TUNED if fine_tuned else GIVEN)

@@ -309,15 +309,18 @@ def ending(phase: PhaseASettings, metrics: Sequence[EpochMetrics]) -> str:
     """A line about a teacher that is trained: why its training ended, and whether its accuracy on
     the training images lies in the window."""
     rate = "phase_a.optim.lr"
+    more = "phase_a.fine_tune_epochs" if phase.fine_tune_epochs else "phase_a.max_epochs"
     if phase.learns_of_images:
         rate = "phase_a.rows.lr"
     accuracy = metrics[-1]["train_acc"]
     epochs = len(metrics)
     assert accuracy is not None  # it was trained
+    if accuracy < phase.stop_accuracy == 1:  # nobody expects it
+        return f"ended after all {epochs} epochs with a training accuracy of {accuracy:.4f}"
     if accuracy < phase.stop_accuracy:
         return (
             f"{epochs} epochs were not enough for a training accuracy of {phase.stop_accuracy}: "
-            f"{accuracy:.4f}; raise phase_a.max_epochs or {rate}"
+            f"{accuracy:.4f}; raise {more} or {rate}"
         )
     if accuracy > max(UPPER_ACCURACY, phase.stop_accuracy):
         return (
@@ -325,7 +328,7 @@ def ending(phase: PhaseASettings, metrics: Sequence[EpochMetrics]) -> str:
             f"{UPPER_ACCURACY}: the teacher has begun to memorise; lower {rate}"
         )
     return (
-        f"ended after {epochs} of {phase.max_epochs} epochs: the training accuracy {accuracy:.4f} "
+        f"ended after {epochs} of {phase.most_epochs} epochs: the training accuracy {accuracy:.4f} "
         f"has reached phase_a.stop_accuracy={phase.stop_accuracy}"
     )
 

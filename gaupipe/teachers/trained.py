@@ -19,9 +19,10 @@ from gaupipe.system.progress import say
 from gaupipe.teachers.base import Teacher, ending, identity
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
+from gaupipe.teachers.readable_vit import PredictingModel
 from gaupipe.training.job import EpochPlan, LabelLosses, Training, train, training_state
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.state import TrainingState
+from gaupipe.training.state import Identity, TrainingState
 from gaupipe.vit.saving import save_student
 
 
@@ -38,7 +39,7 @@ class TrainedOnLabels(ModelTeacher):
     @classmethod
     def outline(cls, settings: Settings, data: ImageData) -> Teacher:
         model: Any = cls.model(settings, data, "meta")
-        build_optimizer(model, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
+        build_optimizer(model, settings.phase_a.optim, settings.phase_a.most_epochs, 100)
         return cls(settings, data, select_device(settings.device, settings.threads), model)
 
     def begin(self, folder: Path) -> Teacher:
@@ -49,15 +50,8 @@ class TrainedOnLabels(ModelTeacher):
     def finished(
         cls, settings: Settings, data: ImageData, folder: Path, with_images: bool = True
     ) -> Teacher | None:
-        teacher = cls(settings, data, select_device(settings.device, settings.threads), None)
-        teacher.read(folder)
-        return teacher
-
-    def read(self, folder: Path) -> None:
-        """Takes the model that was trained into a ``folder``."""
-        remedy = "'gaupipe phase-a --resume' writes it again"
-        network = load_network(f"{LOCAL}{folder / 'teacher'}", self.data, {}, remedy=remedy)
-        self.network = network.to(self.device)
+        device = select_device(settings.device, settings.threads)
+        return cls(settings, data, device, trained_network(folder, data).to(device))
 
     @property
     def predicts(self) -> bool:
@@ -77,22 +71,31 @@ class TrainedOnLabels(ModelTeacher):
     def say_before(self) -> None:
         """Nothing: it is trained for this student."""
 
+    @property
+    def images_for_training(self) -> ImageData:
+        """The data set, its images as the model takes them."""
+        return self.data
+
+    def identity(self) -> Identity:
+        """Settings and data that its checkpoint belongs to."""
+        return identity(self.settings, self.data)
+
     def training(self) -> Training:
         """Its training: on the labels, until a training accuracy is reached."""
         settings = self.settings
         phase = settings.phase_a
         # no label smoothing: maps of a teacher with smoothed labels teach less
-        how = TrainSettings(epochs=phase.max_epochs, optim=phase.optim)
+        how = TrainSettings(epochs=phase.most_epochs, optim=phase.optim)
         return Training(
             settings,
-            self.data,
+            self.images_for_training,
             self.device,
             self.network,
             how,
             settings.phase_a_augment,
             LabelLosses(self.network, how, settings.compile),
-            [EpochPlan()] * phase.max_epochs,
-            identity(settings, self.data),
+            [EpochPlan()] * phase.most_epochs,
+            self.identity(),
             stop_accuracy=phase.stop_accuracy,
         )
 
@@ -100,21 +103,28 @@ class TrainedOnLabels(ModelTeacher):
         return training_state(self.training())
 
     def training_forward(self) -> Callable[[], Tensor]:
-        data = self.data
+        data = self.images_for_training
         images = torch.zeros(1, data.channels, data.image_size, data.image_size)
-        model = self.model(self.settings, data).train()
+        model = self.model(self.settings, self.data).train()
         return lambda: model(images)
 
     def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
-        """Epochs until the training accuracy is reached or ``max_epochs`` are done; then the model
+        """Epochs until the training accuracy is reached or ``most_epochs`` are done; then the model
         is saved as timm loads it."""
         assert state is not None
+        images = self.images_for_training
         train(self.training(), state, folder, "phase A")
         say(f"phase A: {ending(self.settings.phase_a, state.metrics)}")
 
         def save_and_read() -> None:
             if distributed.is_main():
-                save_student(state.kept, folder / "teacher", **self.data.data_config)
-            self.read(folder)
+                save_student(state.kept, folder / "teacher", **images.data_config)
+            self.network = trained_network(folder, self.data).to(self.device)
 
         distributed.main_first(save_and_read)
+
+
+def trained_network(folder: Path, data: ImageData) -> PredictingModel:
+    """The model that phase A has trained into a ``folder``, on the CPU."""
+    remedy = "'gaupipe phase-a --resume' writes it again"
+    return load_network(f"{LOCAL}{folder / 'teacher'}", data, {}, remedy=remedy)

@@ -36,8 +36,6 @@ class NarrowResNet(ResNet):
         self.maxpool: Any = nn.Identity()
         self.img_size = size
         self.in_chans = in_chans
-        sizes = {name: kwargs[name] for name in ("channels", "layers") if name in kwargs}
-        self.gaupipe_args: Any = {**sizes, "img_size": size, "in_chans": in_chans}
 
 
 CONFIG = {**config_of(32, 10), "first_conv": "conv1", "classifier": "fc"}

@@ -27,7 +27,6 @@ from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import replaced
 from gaupipe.vit.build import created
 from gaupipe.vit.models import GauViT
-from gaupipe.vit.resnet import NarrowResNet
 
 STUDENT_FILES = ("config.json", "model.safetensors")
 """The files that timm reads from a student's folder."""
@@ -59,9 +58,8 @@ def save_student(
     did not build, for a folder that holds something else than a student, and unless there is a
     name for each class, where there are any.
     """
-    known = isinstance(model, VisionTransformer | NarrowResNet)
-    if not (known and hasattr(model, "pretrained_cfg")):
-        raise UserError("save_student: takes a VisionTransformer that timm.create_model built")
+    if not hasattr(model, "pretrained_cfg"):
+        raise UserError("save_student: takes a model that timm.create_model built")
     folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
     if folder.exists() and names and names.isdisjoint(STUDENT_FILES):
@@ -78,7 +76,7 @@ def save_student(
         described.pretrained_cfg,
         architecture=architecture,
         num_classes=model.num_classes,
-        input_size=(model.in_chans, *image_size_of(model)),
+        input_size=(channels_of(model), *image_size_of(model)),
         **data_config,
     )
     with replaced(folder) as fresh:
@@ -140,14 +138,21 @@ def image_size_of(model: Any) -> tuple[int, int]:
     """(height, width) in pixels of the images that a model is for."""
     if isinstance(model, VisionTransformer):
         return tuple(model.patch_embed.img_size)
-    return to_2tuple(model.img_size)
+    size = getattr(model, "img_size", model.pretrained_cfg["input_size"][1:])
+    return to_2tuple(size)
+
+
+def channels_of(model: Any) -> int:
+    """The channels of the images that a model is for."""
+    default = getattr(model, "in_chans", model.pretrained_cfg["input_size"][0])
+    return int(getattr(model, "_model_args", {}).get("in_chans", default))
 
 
 def architecture_of(model: Any) -> tuple[str, dict[str, Any]]:
     """(timm architecture, model_args) that rebuild a model, a stock one where possible."""
-    if isinstance(model, NarrowResNet):
+    if not isinstance(model, VisionTransformer):
         config: Any = model.pretrained_cfg
-        return config["architecture"], {**model.gaupipe_args, "num_classes": model.num_classes}
+        return config["architecture"], {**model._model_args, "num_classes": model.num_classes}
     now: dict[str, Any] = dict(
         img_size=list(model.patch_embed.img_size),
         patch_size=list(model.patch_embed.patch_size),

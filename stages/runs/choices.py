@@ -259,14 +259,18 @@ def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -
     else:
         choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
         choices.choose("train.epochs", FINE_TUNING_EPOCHS, "of the training")
-        choices.choose("train.optim.name", "adamw", "the optimizer")
-        choices.choose("train.optim.lr", 2e-4, "the learning rate, lower than from the start")
-        reason = "each block has this share of the next one's learning rate"
-        choices.choose("train.optim.args.layer_decay", 0.75, reason)
+        _choose_optimizer_of_fine_tuning(choices, "train.optim")
     _choose_batch(choices, images)
     _choose_flip(choices, classes)
     reason = "a random part of each image, of at least this area"
     choices.choose("augment.resized_crop", {"scale": [0.5, 1.0]}, reason)
+
+
+def _choose_optimizer_of_fine_tuning(choices: Choices, optim: str) -> None:
+    choices.choose(f"{optim}.name", "adamw", "the optimizer")
+    choices.choose(f"{optim}.lr", 2e-4, "the learning rate, lower than from the start")
+    reason = "each block has this share of the next one's learning rate"
+    choices.choose(f"{optim}.args.layer_decay", 0.75, reason)
 
 
 def _choose_batch(choices: Choices, images: int) -> None:
@@ -292,10 +296,14 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
     teacher = choices.choose("phase_a.teacher", "resnet", reason)
     choices.choose("model.attention", "standard", "its attention; another one is --student NAME")
     labels_epochs = epochs_of(images, seen)
-    if teacher_kind(teacher).trained:
+    fine_tuned = choices.given("phase_a.fine_tune_epochs", 0)
+    if fine_tuned or teacher_kind(teacher).trained:
         choices.choose("phase_a.stop_accuracy", 1.0)
-        choices.choose("phase_a.max_epochs", labels_epochs, "of the teacher, on the labels")
         choices.choose("phase_a.augment", True)
+    if fine_tuned:
+        _choose_optimizer_of_fine_tuning(choices, "phase_a.optim")
+    elif teacher_kind(teacher).trained:
+        choices.choose("phase_a.max_epochs", labels_epochs, "of the teacher, on the labels")
     if teacher == "resnet":
         choices.choose("phase_a.optim.lr", RESNET_RATE, "its learning rate, of timm's Muon")
     both = images + unlabelled

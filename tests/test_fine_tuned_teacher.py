@@ -1,0 +1,118 @@
+"""``phase_a.fine_tune_epochs``: a model that was trained before learns the labels, then teaches."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+
+import store
+from arguments import sets
+from gaupipe.models import save_student
+from killing import KILLED, AtCall, exit_code
+from pictures import more_photos, photos
+from runs import metrics, run_main
+from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_teacher
+from vits import small
+from worlds import command
+
+SMALL = sets(
+    "data.image_size=8",
+    "data.batch_size=5",
+    "model.args={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4, mlp_ratio: 2}",
+    "phase_a.fine_tune_epochs=2",
+    "phase_b.epochs=1",
+    "baseline.epochs=0",
+    "threads=1",
+)
+
+
+def save_convolutions(folder):
+    model = timm.create_model("test_resnet", num_classes=7)
+    model.pretrained_cfg["input_size"] = (3, 32, 32)
+    save_for_hf(model, str(folder), model_args={"num_classes": 7})
+
+
+@pytest.fixture(params=["vit", "convolutions"])
+def given(request, tmp_path):
+    """(``local-dir:`` of a model of 7 other classes for 32 pixels, whether it shows maps)."""
+    folder = tmp_path / "given"
+    if request.param == "vit":
+        save_student(small(num_classes=7), folder, mean=(0.2,) * 3, std=(0.3,) * 3)
+    else:
+        save_convolutions(folder)
+    return f"local-dir:{folder}", request.param == "vit"
+
+
+@pytest.fixture
+def images(tmp_path):
+    photos(tmp_path / "mine/train")
+    more_photos(tmp_path / "mine/unlabelled", 10)
+    return tmp_path / "mine"
+
+
+def test_it_learns_the_labels_and_predicts_the_rest(given, images, tmp_path, in_process):
+    teacher, shows_maps = given
+    command = ["run", "--data", images, "--teacher", teacher, *SMALL]
+    code, out, err = in_process(*command, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    run = RunDirectory(tmp_path / "run")
+    assert [entry["epoch"] for entry in metrics(run.phase_a / "metrics.jsonl")] == [1, 2]
+    settings = run.settings()
+    assert settings.phase_a.optim.name == "adamw"
+    data = run.load_data(settings, unlabelled=True)
+    loaded = load_teacher(run, data)
+    assert loaded.forms == ({"maps"} if shows_maps else frozenset())
+    assert loaded.network.takes.size == 32
+    asked = timm.create_model(teacher).pretrained_cfg["mean"]
+    assert loaded.network.takes.mean == tuple(asked) != tuple(data.mean)
+
+    # what is stored is what timm makes of the saved model
+    model = timm.create_model(f"local-dir:{run.phase_a / 'teacher'}", pretrained=True).eval()
+    [batch] = loaded.batches(data.unlabelled, 10).in_order(np.arange(10))
+    with torch.no_grad():
+        logits = model(batch.images).log_softmax(-1)
+    stored = store.open(run.unlabelled_maps).gather(np.arange(10))["logits"]
+    np.testing.assert_allclose(torch.from_numpy(stored).float().log_softmax(-1), logits, atol=1e-2)
+
+    before = timm.create_model(teacher, pretrained=True).state_dict()
+    moved = [name for name, value in model.state_dict().items() if name in before]
+    moved = [name for name in moved if not torch.equal(before[name], model.state_dict()[name])]
+    assert any("head" not in name and "fc" not in name for name in moved)
+    assert model.num_classes == data.num_classes
+
+
+def test_a_kill_between_epochs_loses_nothing(given, images, tmp_path):
+    teacher, _ = given
+    training = ["phase-a", "--data", str(images), *sets(f"phase_a.teacher={teacher}"), *SMALL]
+    run_dir = ["--run-dir", str(tmp_path / "whole")]
+    assert run_main(*training, *run_dir) == 0
+    run_dir = ["--run-dir", str(tmp_path / "cut")]
+    kill = AtCall("gaupipe.training.update:Update.backward", (6,))  # in the second epoch
+    assert exit_code(command, *training, *run_dir, kill=kill) in KILLED
+    assert run_main(*training, *run_dir, "--resume") == 0
+    whole, cut = (RunDirectory(tmp_path / name) for name in ("whole", "cut"))
+    assert whole.teacher_digest() == cut.teacher_digest()
+
+
+def test_other_weights_are_not_resumed(given, images, tmp_path, in_process):
+    teacher, shows_maps = given
+    command = ["phase-a", "--data", images, *sets(f"phase_a.teacher={teacher}"), *SMALL]
+    assert in_process(*command, "--run-dir", tmp_path / "run")[0] == 0
+    folder = teacher.removeprefix("local-dir:")
+    if shows_maps:
+        model = small(num_classes=7)
+        torch.nn.init.ones_(model.head.weight)
+        save_student(model, folder, mean=(0.2,) * 3, std=(0.3,) * 3)
+    else:
+        save_convolutions(folder)  # other random ones
+    code, _, err = in_process(*command, "--run-dir", tmp_path / "run", "--resume")
+    assert code == 2 and "the weights in" in err
+
+
+def test_only_a_trained_model_is_fine_tuned(images, tmp_path, in_process):
+    command = ["phase-a", "--data", images, *sets("phase_a.teacher=resnet"), *SMALL]
+    code, _, err = in_process(*command, "--run-dir", tmp_path / "run")
+    assert code == 2 and "fine_tune_epochs" in err and "resnet has max_epochs" in err
+    assert not (tmp_path / "run").exists()
