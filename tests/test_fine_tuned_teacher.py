@@ -55,7 +55,7 @@ def images(tmp_path):
 def test_it_learns_the_labels_and_predicts_the_rest(given, images, tmp_path, in_process):
     teacher, shows_maps = given
     command = ["run", "--data", images, "--teacher", teacher, *SMALL]
-    code, out, err = in_process(*command, "--run-dir", tmp_path / "run")
+    code, _, err = in_process(*command, "--run-dir", tmp_path / "run")
     assert code == 0, err
     run = RunDirectory(tmp_path / "run")
     assert [entry["epoch"] for entry in metrics(run.phase_a / "metrics.jsonl")] == [1, 2]
