@@ -10,7 +10,7 @@ from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, read_metrics
-from gaupipe.teachers.base import Teacher, outline
+from gaupipe.teachers.base import outline
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.opening import opened_teacher, read_data
@@ -39,38 +39,33 @@ def run(
 
     Raises UserError before anything is written.
     """
-    directory = RunDirectory(run_dir)
-
-    def resolve() -> Teacher:
-        request = directory.settled(settings)
-        directory.check_free(request, resume)
-        images = read_data(request, directory, data, unlabelled=True)
-        if images.unlabelled is not None:
-            check_unlabelled(request)
-        teacher = outline(request, images)
+    run = RunDirectory(run_dir)
+    with distributed.rank_zero_first():
+        settings = run.settled(settings)
+        run.check_free(settings, resume)
+        data = read_data(settings, run, data, unlabelled=True)
+        if data.unlabelled is not None:
+            check_unlabelled(settings)
+        teacher = outline(settings, data)
         if students:
             check_student(teacher)
         if teacher.kind.trained and not force:  # before any per-image parameter is made
-            plan = make_plan(teacher, world_size=distributed.world_size())
-            check_resources(plan, directory.path)
-        return teacher.begin(directory.phase_a)
-
-    teacher = ranks.resolve(resolve, directory.path)
+            check_resources(make_plan(teacher, world_size=distributed.world_size()), run.path)
+        teacher = teacher.begin(run.phase_a)
     given = teacher.given_sha256()
-    ranks.check_same(teacher.settings, teacher.data, given)
-    teacher.say_before()
-    if given and directory.teacher_digest() is not None:
-        check_unchanged(teacher, directory)
+    ranks.check_same(settings, data, {"run": run.path, **given})
 
+    teacher.say_before()
+    if given and run.teacher_digest() is not None:
+        check_unchanged(teacher, run)
     state = teacher.training_state()
-    request = teacher.settings
-    with opened_teacher(directory, request, teacher.data, resume, state) as finished:
-        teacher.train(state, directory.phase_a, finished)
+    with opened_teacher(run, settings, data, resume, state) as finished:
+        teacher.train(state, run.phase_a, finished)
         if not finished:
             sha256 = teacher.sha256  # of the images of all ranks
             if sha256 is not None and distributed.is_main():
                 # last: with the metrics it says that phase A has finished
-                directory.write_teacher_digest(sha256)
+                run.write_teacher_digest(sha256)
     if state is not None:
         return state.metrics  # other machines of a world have no file
-    return read_metrics(directory.phase_a / "metrics.jsonl")
+    return read_metrics(run.phase_a / "metrics.jsonl")

@@ -4,7 +4,6 @@ attention maps."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from gaupipe.teachers.base import outline
 from gaupipe.training.job import Training, train
 from gaupipe.training.job import build as build_plain
 from gaupipe.training.student import build_student
-from stages.runs import kept_epochs, students
+from stages.runs import kept_epochs, ranks, students
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import opened
+from stages.runs.opening import opened, read_data
 from stages.runs.students import StudentRequest
 from stages.runs.trained import load_teacher
 
@@ -39,7 +38,17 @@ def run(
 
 def run_request(request: StudentRequest, data: ImageData | None = None) -> list[EpochMetrics]:
     """As :func:`run`."""
-    with opened(request, partial(start, request), data) as (job, state):
+    settings = request.settings
+    teacher = request.teacher
+    with distributed.rank_zero_first():  # whatever can be refused is, before there are files
+        data = read_data(settings, request.run, data, unlabelled=teacher is not None)
+        afresh = request.starts_afresh()
+        job = build(settings, data, teacher, request.maps_url, afresh)
+        if teacher is not None and afresh:
+            job = warm_started(job, teacher)
+    ranks.check_same(job.settings, data, {"run": request.folder})
+
+    with opened(request, job) as state:
         train(job, state, request.folder, request.label)
         if distributed.is_main():
             kept_epochs.save(job, state, request.folder, request.label)
@@ -57,23 +66,6 @@ def train_student(
                 the maps that ``local`` has without a store
     """
     return run_request(StudentRequest(settings, folder, teacher=teacher, maps_url=maps_url))
-
-
-def start(request: StudentRequest, data: ImageData, afresh: bool) -> Training:
-    """The training of a request; one that starts ``afresh`` has the weights of its warm start."""
-    settings = request.settings
-    teacher = request.teacher
-    job = build(settings, data, teacher, request.maps_url, afresh)
-    if teacher is not None and settings.phase_b.warm_start != "none" and afresh:
-        loaded = load_teacher(teacher, data, with_images=False, now=settings)
-        how = settings.phase_b.warm_start
-        spread = None
-        if how == "slice":
-            spread = loaded.spread()
-        shape = loaded.shape
-        start_from_teacher(job.student, how, loaded.weights(), shape.heads, shape.grid, spread)
-        return replace(job, remarks=[*job.remarks, *loaded.remarks()])
-    return job
 
 
 def build(
@@ -107,3 +99,19 @@ def build(
             preload_bytes=PRELOAD_BYTES,
         )
     return build_distilled(settings, data, device, student, maps, unlabelled)
+
+
+def warm_started(job: Training, directory: RunDirectory) -> Training:
+    """A training whose student begins with weights of the run's teacher, where the settings ask for
+    a warm start."""
+    settings = job.settings
+    how = settings.phase_b.warm_start
+    if how == "none":
+        return job
+    teacher = load_teacher(directory, job.data, with_images=False, now=settings)
+    spread = None
+    if how == "slice":
+        spread = teacher.spread()
+    shape = teacher.shape
+    start_from_teacher(job.student, how, teacher.weights(), shape.heads, shape.grid, spread)
+    return replace(job, remarks=[*job.remarks, *teacher.remarks()])

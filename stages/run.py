@@ -54,7 +54,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     if settings.baseline.epochs != 0:
         students[False] = "plain"
 
-    def prepare() -> ImageData:
+    with distributed.rank_zero_first():
         images = run_directory.settled(settings).data
         data = load_data(images, settings.download, unlabelled=True)
         if False in students:
@@ -63,9 +63,6 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
             # a damaged student is refused before anything runs
             if run_directory.student(attention, distilled).exists():
                 run_directory.student_settings(attention, distilled)
-        return data
-
-    data = distributed.main_first(prepare)
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
     export.ensure(run_dir, export=settings.export, data=data, now=settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from gaupipe.data.splits import ImageData
@@ -10,9 +9,9 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.training.job import build, train
-from stages.runs import kept_epochs
+from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import opened
+from stages.runs.opening import opened, read_data
 from stages.runs.students import StudentRequest
 
 ELSEWHERE = "another --run-dir starts afresh"
@@ -37,7 +36,12 @@ def run(
     """
     settings = settings.with_section("model", attention=attention or settings.model.attention)
     request = resolve(settings, RunDirectory(run_dir), resume)
-    with opened(request, partial(build, request.settings), data) as (job, state):
+    with distributed.rank_zero_first():  # whatever can be refused is, before there are files
+        data = read_data(request.settings, request.run, data)
+        job = build(request.settings, data, request.starts_afresh())
+    ranks.check_same(job.settings, data, {"run": request.folder})
+
+    with opened(request, job) as state:
         train(job, state, request.folder, request.label)
         if distributed.is_main():
             kept_epochs.save(job, state, request.folder, request.label)

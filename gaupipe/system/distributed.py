@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -230,47 +230,51 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return values
 
 
-def from_main(work: Callable[[], T]) -> T:
-    """What ``work`` returns on rank 0, which alone calls it, on every rank: the others wait."""
-    if world_size() == 1:
-        return work()
-    values: list[Any] = [work() if is_main() else None]
-    # on the CPU: torch could send the pickled object by way of a GPU
-    _group().broadcast_object_list(values, src=0, device="cpu")
-    return values[0]
+def from_main(value: T | None) -> T:
+    """The ``value`` of rank 0, on every rank: the others wait for it, whatever theirs is."""
+    values: list[Any] = [value]
+    if world_size() > 1:
+        # on the CPU: torch could send the pickled object by way of a GPU
+        _group().broadcast_object_list(values, src=0, device="cpu")
+    received: T = values[0]
+    return received
 
 
-def main_first(work: Callable[[], T]) -> T:
-    """Calls ``work`` on rank 0 and then, where that went well, on all others: the first one may
-    download or make what they find. ``work`` must not wait for another rank itself.
+def wait_for_main() -> None:
+    """Waits until rank 0 has come here."""
+    from_main(True)
+
+
+@contextlib.contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """The block runs on rank 0 and then, where that went well, on all others: the first one may
+    download or make what they find. The block must not wait for another rank itself.
 
     Raises UserError, on every rank, for a mistake that any rank meets, so that rank 0 removes what
     it has begun.
     """
     if world_size() == 1:
-        return work()
-    made: T | None = None
+        yield
+        return
+    if not is_main():
+        _refuse([from_main(None)])  # which comes when rank 0 is done
     mistake: str | None = None
-    if is_main():
-        made, mistake = _attempt(work)
-    mistake = from_main(lambda: mistake)  # where the others wait until rank 0 is done
-    if mistake is None and not is_main():
-        made, mistake = _attempt(work)
-    for number, said in enumerate(all_gather_object(mistake)):
-        if said is not None:
-            raise UserError(f"rank {number}: {said}" if number else said)
-    return made  # type: ignore[return-value]
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """(what ``work`` returns, None), or (None, the mistake it meets)."""
     try:
-        return work(), None
+        yield
     except Exception as error:
         mistake = mistake_of(error)
         if mistake is None:
             raise
-        return None, mistake
+    if is_main():
+        _refuse([from_main(mistake)])
+    _refuse(all_gather_object(mistake))
+
+
+def _refuse(mistakes: Sequence[str | None]) -> None:
+    """Raises UserError for the first of some ranks that has met a mistake."""
+    for number, mistake in enumerate(mistakes):
+        if mistake is not None:
+            raise UserError(f"rank {number}: {mistake}" if number else mistake)
 
 
 def check_same(values: Mapping[str, object], right: Mapping[str, str], default: str) -> None:

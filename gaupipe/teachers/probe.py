@@ -115,13 +115,13 @@ def fit_probe(teacher: Teacher) -> Probe:
     data = teacher.data
     check_probe(data)
 
-    def fit() -> Probe:
+    probe: Probe | None = None
+    if distributed.is_main():  # alone: the solver may end elsewhere on another machine
         train, labels = features_of(teacher, data.train)
         val, val_labels = features_of(teacher, data.val)
         seed = teacher.settings.seed
-        return fitted(train, labels, val, val_labels, data.num_classes, seed)
-
-    return distributed.from_main(fit)  # the solver may end elsewhere on another machine
+        probe = fitted(train, labels, val, val_labels, data.num_classes, seed)
+    return distributed.from_main(probe)
 
 
 def features_of(teacher: Teacher, split: Split) -> tuple[np.ndarray, np.ndarray]:

@@ -116,12 +116,10 @@ class TrainedOnLabels(ModelTeacher):
         train(self.training(), state, folder, "phase A")
         say(f"phase A: {ending(self.settings.phase_a, state.metrics)}")
 
-        def save_and_read() -> None:
+        with distributed.rank_zero_first():
             if distributed.is_main():
                 save_student(state.kept, folder / "teacher", **images.data_config)
             self.network = trained_network(folder, self.data).to(self.device)
-
-        distributed.main_first(save_and_read)
 
 
 def trained_network(folder: Path, data: ImageData) -> PredictingModel:

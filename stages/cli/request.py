@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,24 +183,21 @@ def read_settings(
         check_data(data)
         folder = run_dir or folder_for(data, overrides)
         what = f"the images in {data}"
-    choose: Callable[[], tuple[Any, list[str]]]
     with begins(f"looks at {what}"):
-        if data is None:
-            from stages.runs.trained_teacher import with_trained_teacher
-
-            choose = partial(with_trained_teacher, str(config), overrides, settings)
-        else:
-            from stages.runs.chosen_settings import settings_for, takes_the_papers
-
-            how = {"plain": plain}
-            if paper and distributed.from_main(partial(takes_the_papers, data, overrides)):
-                folder = run_dir or folder_for(data, overrides, "gaussian")
-                how["paper"] = True
-            choose = partial(settings_for, data, overrides, folder, student, **how)
-    settings, lines = distributed.from_main(choose)
+        from stages.runs.chosen_settings import settings_for, takes_the_papers
+        from stages.runs.trained_teacher import with_trained_teacher
     if distributed.is_main():
+        if data is None:
+            settings, lines = with_trained_teacher(str(config), overrides, settings)
+        else:
+            paper = paper and takes_the_papers(data, overrides)
+            if paper:
+                folder = run_dir or folder_for(data, overrides, "gaussian")
+            settings, lines = settings_for(
+                data, overrides, folder, student, plain=plain, paper=paper
+            )
         say_choices(lines)
-    return settings, folder
+    return distributed.from_main((settings, folder))
 
 
 def say_choices(lines: list[str]) -> None:

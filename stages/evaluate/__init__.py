@@ -91,21 +91,23 @@ def run(
     with, StoreError for the store of another teacher or data set, and for a damaged one.
     """
 
-    def load() -> tuple[TrainedStudent, ImageData, store.Store | None, Teacher | str | None]:
+    maps: store.Store | None = None
+    teacher: Teacher | str | None = None
+    with distributed.rank_zero_first():
         if out is not None:
             check_file("--out", out)
         if confusion is not None:
             check_file("--confusion", confusion, ".png")
         student = load_student(run_dir, name, distilled)
         if folder is not None:
-            return student, folder_data(student, folder), None, None
-        data = student.run.load_data(student.settings, test=split == "test")
-        if split not in data.splits:
-            raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
-        check_data(student, data)
-        return student, data, open_maps(student, data), teacher_of_unseen(student, data)
-
-    student, data, maps, teacher = distributed.main_first(load)
+            data = folder_data(student, folder)
+        else:
+            data = student.run.load_data(student.settings, test=split == "test")
+            if split not in data.splits:
+                raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
+            check_data(student, data)
+            maps = open_maps(student, data)
+            teacher = teacher_of_unseen(student, data)
     weights = student.folder / "student"
     files = {
         f"{weights}, sha256": saved_sha256(weights),

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ from gaupipe.system.progress import say
 from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.files import open_model
 from gaupipe.teachers.local import described
-from gaupipe.teachers.vit import (
-    other_teacher,
-)
+from gaupipe.teachers.vit import other_teacher
 from stages.export.place import Place
 from stages.export.writing import write
 from stages.runs import ranks
@@ -115,7 +112,10 @@ def run(request: ExportRequest) -> str | None:
         return None
     place = request.place
     with request.directory.locked(shared=place.part is not None):
-        teacher = ready(partial(request.load, settings))
+        with distributed.rank_zero_first():
+            teacher = request.load(settings)
+        teacher.say_before()
+        teacher.prepare_export()
         data = teacher.data
         stores = [(place, Exported.train(data))]
         if request.is_own_store and data.unlabelled is not None:
@@ -158,24 +158,16 @@ def run_model(
     returns its path or URL. No run is needed. ``image_size`` is as in
     :func:`gaupipe.teachers.files.open_model`, ``asked`` as in :class:`ExportRequest`."""
 
-    def load() -> Teacher:
+    with distributed.rank_zero_first():
         place.check()
         kind = asked.get("kind")
         if kind in MAP_KINDS and store.KINDS[kind].has_maps and not store.KINDS[kind].has_prefix:
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
-        return open_model(model, files, download, image_size)[0]
-
-    teacher = ready(load)
-    export(teacher, place, asked, Exported.train(teacher.data))
-    return place.url
-
-
-def ready(load: Callable[[], Teacher]) -> Teacher:
-    """The teacher that ``load`` gives, which can predict."""
-    teacher = distributed.main_first(load)
+        teacher = open_model(model, files, download, image_size)[0]
     teacher.say_before()
     teacher.prepare_export()
-    return teacher
+    export(teacher, place, asked, Exported.train(teacher.data))
+    return place.url
 
 
 def export(teacher: Teacher, place: Place, asked: dict[str, Any], images: Exported) -> None:
@@ -187,7 +179,8 @@ def export(teacher: Teacher, place: Place, asked: dict[str, Any], images: Export
         if distributed.is_main():
             held.enter_context(place.held(teacher, schema))
         # no rank goes on before all have listed what is pending, so they list the same shards
-        writer, pending = distributed.main_first(lambda: place.open(teacher, schema))
+        with distributed.rank_zero_first():
+            writer, pending = place.open(teacher, schema)
         write(teacher, writer, pending, images.split, place.part, place.license)
 
 
@@ -206,24 +199,27 @@ def ensure(
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
     asked = {} if export is None else export.model_dump(exclude_none=True)
-
-    def is_there() -> bool:
-        if not directory.settings().phase_a.kind.stored:
-            return True
-        urls = [url]
-        if out is None and data is not None and data.unlabelled is not None:
-            urls.append(str(directory.unlabelled_maps))
-        if not all(is_complete(each, directory.teacher_digest()) for each in urls):
-            return False
-        stored = stored_export(url)
-        for name, value in asked.items():
-            if stored is not None and getattr(stored, name) != value:
-                raise UserError(
-                    f"{url} already holds a complete store with {name} {getattr(stored, name)}, "
-                    f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
-                )
-        return True
-
-    if not distributed.from_main(is_there):
+    urls = [url]
+    if out is None and data is not None and data.unlabelled is not None:
+        urls.append(str(directory.unlabelled_maps))
+    there = False
+    if distributed.is_main():
+        there = not directory.settings().phase_a.kind.stored or are_there(urls, directory, asked)
+    if not distributed.from_main(there):
         run(ExportRequest(run_dir, Place(url), asked, augment=augment, data=data, now=now))
     return url
+
+
+def are_there(urls: Sequence[str], directory: RunDirectory, asked: dict[str, Any]) -> bool:
+    """True if the stores are complete, and of the run's teacher. Raises UserError where the first
+    one was written otherwise than ``asked``."""
+    if not all(is_complete(url, directory.teacher_digest()) for url in urls):
+        return False
+    stored = stored_export(urls[0])
+    for name, value in asked.items():
+        if stored is not None and getattr(stored, name) != value:
+            raise UserError(
+                f"{urls[0]} already holds a complete store with {name} {getattr(stored, name)}, "
+                f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
+            )
+    return True

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, utf8, write_whole
 from gaupipe.system.terminal import fitted
-from stages.runs.locks import T, locked
+from stages.runs.locks import locked
 
 if TYPE_CHECKING:
     from gaupipe.data.splits import ImageData
@@ -312,13 +312,11 @@ class RunDirectory:
             epochs = settings.baseline_epochs if self.phase_a.exists() else None
         return settings.with_section("baseline", epochs=epochs)
 
-    def locked(
-        self, shared: bool = False, once_locked: Callable[[], T] | None = None
-    ) -> contextlib.AbstractContextManager[T]:
+    def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of
         one teacher may be trained at once, each with a ``shared`` lock on the run and a lock on
         its own folder."""
-        return locked(self.path, "run", shared, once_locked)
+        return locked(self.path, "run", shared)
 
 
 def folder_for(data: Path, overrides: Sequence[str], teacher: str | None = None) -> Path:

@@ -5,31 +5,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 
-T = TypeVar("T")
-
 
 @contextlib.contextmanager
-def locked(
-    folder: Path, what: str, shared: bool = False, once_locked: Callable[[], T] | None = None
-) -> Iterator[T]:
-    """:func:`lock_of_process` of rank 0, for all ranks, which get what ``once_locked`` returns
-    there. They enter and leave together: no rank writes before rank 0 has the lock, or goes on to
-    read before rank 0 has written."""
+def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
+    """:func:`lock_of_process` of rank 0, for all ranks: none goes on before rank 0 has the lock, or
+    leaves before rank 0 does."""
     with contextlib.ExitStack() as held:
-
-        def enter() -> Any:
+        if distributed.is_main():
             held.enter_context(lock_of_process(folder, what, shared))
-            return once_locked() if once_locked is not None else None
-
-        yield distributed.from_main(enter)
-        distributed.from_main(lambda: None)
+        distributed.wait_for_main()
+        yield
+        distributed.wait_for_main()
 
 
 @contextlib.contextmanager

@@ -1,11 +1,10 @@
-"""The opening of a training: its data is read and checked once, ranks agree, the folder is locked,
-what was asked for is written, and the last checkpoint is loaded. What is refused leaves nothing."""
+"""The opening of a training: its data is read and checked, the folder is locked, what was asked for
+is written, and the last checkpoint is loaded."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
@@ -14,15 +13,10 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.training.job import Training, check_training, training_state
-from gaupipe.training.state import TrainingState, has_checkpoint
-from stages.runs import ranks
+from gaupipe.training.state import TrainingState
 from stages.runs.directory import RunDirectory, say_if_afresh
 from stages.runs.locks import lock_of_process, locked
 from stages.runs.students import StudentRequest, make_folder, write_request
-
-Build = Callable[[ImageData, bool], Training]
-"""Makes a training of (data, True if it starts afresh)."""
-Opened = tuple[Training, TrainingState[VisionTransformer]]
 
 
 def read_data(
@@ -43,46 +37,25 @@ def read_data(
 
 
 @contextlib.contextmanager
-def opened(
-    request: StudentRequest, build: Build, data: ImageData | None = None
-) -> Iterator[Opened]:
-    """Holds the folder of a student while it is trained. Gives what ``build`` makes of its data,
-    freshly started or as the last checkpoint has it. ``data`` is the data set of the settings,
-    where it has been read already.
-
-    A training that is refused leaves the settings of an earlier one as they were.
-    """
+def opened(request: StudentRequest, job: Training) -> Iterator[TrainingState[VisionTransformer]]:
+    """Holds the folder of a student while it is trained. Gives the state of its training, freshly
+    started or as the last checkpoint has it. A training that is refused leaves the settings of an
+    earlier one as they were."""
     run = request.run
     folder = request.folder
-    job, state = prepare(request, build, data)  # whatever can be refused is, before there are files
+    state = training_state(job)
     with contextlib.ExitStack() as held:
         if run is not None:
             if request.begins_run and distributed.is_main():
                 begin_run(run, request.settings, job.data)
-            once_locked = partial(begin_student, request, job)
-            held.enter_context(run.locked(shared=True, once_locked=once_locked))
+            held.enter_context(run.locked(shared=True))
+            if distributed.is_main():
+                begin_student(request, job)
         held.enter_context(locked(folder, "student"))
         state.load(folder / "checkpoint")
         if distributed.is_main():
             write_request(folder, job.settings, job.source_of_maps)
-        yield job, state
-
-
-def prepare(request: StudentRequest, build: Build, data: ImageData | None = None) -> Opened:
-    """The training of a request, freshly started, on all ranks the same. Writes nothing. Raises
-    UserError for one that the data, the run or the machine does not allow."""
-    settings = request.settings
-    run = request.run
-
-    def prepare_rank() -> Training:
-        images = read_data(settings, run, data, unlabelled=request.teacher is not None)
-        afresh = not has_checkpoint(request.folder / "checkpoint")
-        if afresh and run is not None:
-            run.check_weights(settings)
-        return build(images, afresh)
-
-    job = ranks.resolve(prepare_rank, request.folder)
-    return job, training_state(job)
+        yield state
 
 
 def begin_run(run: RunDirectory, settings: Settings, data: ImageData) -> None:
@@ -113,14 +86,14 @@ def opened_teacher(
     """Holds a run while its teacher is made: begins the run, and puts the training, if there is
     one, where its last checkpoint was. Gives True, on all ranks, where phase A has finished."""
 
-    def start_run() -> bool:
-        if state is not None and resume:
-            say_if_afresh(run.phase_a)
-        run.start(settings, data, resume)
-        return run.teacher_sha256.is_file() and (run.phase_a / "metrics.jsonl").is_file()
-
-    # rank 0 alone begins: run.start refuses a folder in which another rank writes already
-    with run.locked(once_locked=start_run) as finished:
+    finished = False
+    with run.locked():
+        if distributed.is_main():  # alone: run.start refuses a folder in which another rank writes
+            if state is not None and resume:
+                say_if_afresh(run.phase_a)
+            run.start(settings, data, resume)
+            finished = run.teacher_sha256.is_file() and (run.phase_a / "metrics.jsonl").is_file()
+        finished = distributed.from_main(finished)
         if state is not None:
             state.load(run.phase_a / "checkpoint")
         yield finished

@@ -3,36 +3,13 @@ any work. A single process has nothing to compare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Mapping
 
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
-
-
-class Job(Protocol):
-    """A training, or a teacher, with the settings and the data that all ranks should share."""
-
-    @property
-    def settings(self) -> Settings: ...
-
-    @property
-    def data(self) -> ImageData: ...
-
-
-R = TypeVar("R", bound=Job)
-
-
-def resolve(request: Callable[[], R], place: object) -> R:
-    """A stage's request, which ``request`` resolves on every rank, with the same ``settings`` and
-    ``data``; the stage writes into its ``place``, a folder. Raises UserError, on every rank, where
-    any refuses it."""
-    resolved = distributed.main_first(request)
-    check_same(resolved.settings, resolved.data, {"run": place})
-    return resolved
 
 
 def check_same(settings: Settings, data: ImageData, files: Mapping[str, object]) -> None:

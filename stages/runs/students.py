@@ -52,6 +52,15 @@ class StudentRequest:
             return f"{self.name} (plain)"
         return self.name
 
+    def starts_afresh(self) -> bool:
+        """True where there is no checkpoint to continue from. Raises UserError if it would start
+        from other weights than the run began with."""
+        if (self.folder / "checkpoint" / "state.pt").is_file():
+            return False
+        if self.run is not None:
+            self.run.check_weights(self.settings)
+        return True
+
     def check_free(self) -> None:
         """Raises UserError, ending in what to do ``instead``, where the folder is taken."""
         if os.path.lexists(self.folder):
