@@ -1,17 +1,14 @@
-"""What a command does before it imports torch and timm, which takes seconds: it refuses paths that
-are not there, and on a terminal says what it waits for. The stages, which Python calls too, check
-the same paths and more."""
+"""How a command imports torch and timm, which takes seconds, and a user's own files: on a terminal
+it says what it waits for."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from gaupipe.settings.sections import HFDS, LOCAL, STREAMS
 from gaupipe.system.errors import UserError, one_line
 
 WAITS = "gaupipe: imports torch, which takes some seconds"
@@ -56,34 +53,3 @@ def check_maps(url: str) -> None:
         import store  # with zarr and tensorstore, half a second
 
         store.check_exists(url)
-
-
-def check_data(data: Path, option: str = "--data", content: str = "CLASS/*.png") -> None:
-    """Raises UserError unless an option names a folder that is there, or hfds/NAME."""
-    if not data.exists() and not str(data).startswith((HFDS, *STREAMS)):
-        raise UserError(f"{option} {data}: no such folder; {remedy(data, content)}")
-
-
-def check_images(paths: Iterable[Path]) -> None:
-    """Raises UserError for the first of some files and folders that is not there."""
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder; give images, or folders of images")
-
-
-def check_model(name: str | None) -> None:
-    """Raises UserError for ``local-dir:FOLDER`` without the folder; any other name may be one of
-    timm's."""
-    if name is not None and name.startswith(LOCAL):
-        folder = Path(name.removeprefix(LOCAL)).expanduser()
-        if not folder.is_dir():
-            raise UserError(f"{name}: there is no folder {folder}")
-
-
-def remedy(folder: Path, content: str) -> str:
-    """What to name in place of a folder of images that is not there."""
-    beside = [path.name for path in folder.parent.glob("*") if path.is_dir()]
-    close = difflib.get_close_matches(folder.name, beside, n=1)
-    if close:
-        return f"did you mean {folder.with_name(close[0])}?"
-    return f"it should hold {content}"

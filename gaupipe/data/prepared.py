@@ -18,6 +18,7 @@ from gaupipe.data.decoding import read_rgb, refusing
 from gaupipe.data.folder import images_below
 from gaupipe.data.images import FileImages, without_ends
 from gaupipe.settings import DataSettings
+from gaupipe.settings.places import check_images
 from gaupipe.system.errors import UserError
 
 
@@ -68,6 +69,7 @@ def image_files(paths: Sequence[Path]) -> Iterator[Path]:
     :func:`gaupipe.data.folder.images_below` finds. Raises UserError for a path that is no file and
     no folder, and for a folder without an image; OSError for a folder that may not be read."""
     for path in paths:
+        check_images([path])
         if path.is_file():
             yield path
         elif path.is_dir():
@@ -75,10 +77,8 @@ def image_files(paths: Sequence[Path]) -> Iterator[Path]:
             if not files:
                 raise UserError(f"{path}: no image files in this folder")
             yield from map(Path, files)
-        elif path.exists():
-            raise UserError(f"{path}: is neither a file nor a folder; give images, or folders")
         else:
-            raise UserError(f"{path}: no such file or folder; give images, or folders of images")
+            raise UserError(f"{path}: is neither a file nor a folder; give images, or folders")
 
 
 def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path], Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -151,6 +151,19 @@ def with_anytime(settings: Settings, now: Settings) -> Settings:
     for name, value in flatten(now, Scope.RUN, Scope.STUDENT).items():
         set_value(tree, name, value, name)
     return Settings.model_validate(tree)
+
+
+def check_as_begun(place: object, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raises UserError for the first of some named values with which a ``place``, a folder, was
+    started, and which is another one now."""
+    for name in {**before, **now}:
+        old = before.get(name)
+        new = now.get(name)
+        if old != new:
+            raise UserError(
+                f"{place} was started with {name} {old}, now it is {new}: change it back, or start "
+                "afresh in another --run-dir"
+            )
 
 
 def changed(old: Settings, new: Settings, *without: Scope) -> list[str]:

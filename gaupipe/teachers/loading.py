@@ -7,13 +7,14 @@ from typing import Any
 from torch import nn
 
 from gaupipe.data.splits import ImageData
+from gaupipe.settings.places import REMEDY
 from gaupipe.settings.sections import LOCAL
 from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.readable_vit import PredictingModel, ReadableViT, UnreadableAttention
 from gaupipe.vit.build import created
 from gaupipe.vit.inputs import SETTING
-from gaupipe.vit.pretrained import HUB, REMEDY, cached_weights, pretrained, published
+from gaupipe.vit.pretrained import HUB, cached_weights, pretrained, published
 
 
 def load_network(

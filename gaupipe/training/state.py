@@ -11,6 +11,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from gaupipe.settings import OptimSettings
+from gaupipe.settings.load import check_as_begun
 from gaupipe.system import digests, distributed
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import flush
@@ -159,9 +160,9 @@ class TrainingState(Generic[Network]):
         """Continues from what :meth:`save` wrote last; False where there is nothing. Raises
         UserError for a checkpoint that is damaged or not one of ours, and, with the difference,
         for one of another identity."""
-        if not has_checkpoint(folder):
-            return False
         path = folder / "state.pt"
+        if not path.is_file():
+            return False
         try:
             digests.check(path)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -176,15 +177,7 @@ class TrainingState(Generic[Network]):
         return True
 
     def _restore(self, state: dict[str, Any], folder: Path) -> None:
-        recorded = state["identity"]
-        for name in self.identity | recorded:
-            old = recorded.get(name)
-            new = self.identity.get(name)
-            if old != new:
-                raise UserError(
-                    f"{folder} was started with {name} {old}, now it is {new}: change it back, or "
-                    "start afresh in another --run-dir"
-                )
+        check_as_begun(folder, state["identity"], self.identity)
         self.modules.load_state_dict(state["modules"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
@@ -203,8 +196,3 @@ def val_acc(metrics: EpochMetrics) -> float:
     accuracy = metrics["val_acc"]
     assert accuracy is not None
     return accuracy
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """True if :meth:`TrainingState.save` has written to ``folder``."""
-    return (folder / "state.pt").is_file()

@@ -13,13 +13,14 @@ from torch import nn
 
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import ModelSettings, Settings
+from gaupipe.settings.places import folder_of
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
 from gaupipe.vit.inputs import input_of, spread_of
-from gaupipe.vit.pretrained import folder_of, pretrained, published
+from gaupipe.vit.pretrained import pretrained, published
 from gaupipe.vit.saving import WEIGHTS
 from gaupipe.vit.slicing import VitSizes, slice_weights
 

@@ -13,22 +13,13 @@ from huggingface_hub import try_to_load_from_cache
 from timm.models import PretrainedCfg, get_pretrained_cfg
 from torch import nn
 
+from gaupipe.settings.places import REMEDY, folder_of
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.errors import UserError
 from gaupipe.vit.build import created
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
 HUB = "hf-hub:"
-REMEDY = "local-dir:FOLDER, a folder with config.json, or a timm name with weights is right"
-
-
-def folder_of(name: str, remedy: str = REMEDY) -> Path:
-    """The folder that ``local-dir:FOLDER`` names. Raises UserError, ending in ``remedy``, where
-    there is none."""
-    folder = Path(name.removeprefix(LOCAL))
-    if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}: {remedy}")
-    return folder
 
 
 def pretrained(

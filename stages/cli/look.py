@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from gaupipe.settings.places import check_images, check_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
-from stages.begin import check_images, check_maps, check_model
+from stages.begin import check_maps
 from stages.cli.app import command
 from stages.cli.hints import begins
 from stages.cli.options import (

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from gaupipe.settings.places import check_data
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, from_here
-from stages.begin import check_data, check_maps
+from stages.begin import check_maps
 from stages.cli.app import command
 from stages.cli.hints import begins, say, say_next, starts
 from stages.cli.options import (

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gaupipe.settings.places import check_data, check_model
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.terminal import fitted
-from stages.begin import check_data, check_model
 from stages.cli.hints import begins, say
 from stages.runs.directory import RunDirectory, folder_for, last_used
 

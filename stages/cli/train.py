@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from gaupipe.settings.places import check_images, check_model
 from gaupipe.system.errors import UserError
-from stages.begin import check_images, check_maps, check_model
+from stages.begin import check_maps
 from stages.cli.app import command
 from stages.cli.hints import begins, say_if_overfitted, say_next, say_other_epoch, starts
 from stages.cli.options import (

@@ -17,6 +17,7 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import check_student
 from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
+from gaupipe.settings.places import folder_of
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.device import select_device
@@ -27,7 +28,6 @@ from gaupipe.training import loggers
 from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student
 from gaupipe.vit.fine_tuning import weights_sha256
-from gaupipe.vit.pretrained import folder_of
 from stages.compare.figures import draw
 from stages.compare.report import Comparison, report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows

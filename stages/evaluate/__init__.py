@@ -16,12 +16,11 @@ from torch import Tensor
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
-from gaupipe.data.folder import place_of
 from gaupipe.data.sources import images_with_labels
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import MapReader
 from gaupipe.distillation.losses import feature_loss, patch_map
-from gaupipe.settings import Settings
+from gaupipe.settings import Settings, places
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, utf8
@@ -146,9 +145,7 @@ def run(
 def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
     """The images of a folder with a folder for each class, as the student sees images. Raises
     UserError for a class that the student does not know, and for a student of grey images."""
-    place = place_of(str(folder))
-    if place["name"] == "folder" and not folder.exists():
-        raise UserError(f"--data {folder}: no such folder; it should hold CLASS/*.png")
+    places.check_data(folder)
     model: Any = student.model
     config = model.pretrained_cfg
     size = model.patch_embed.img_size[0]

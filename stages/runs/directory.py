@@ -16,6 +16,7 @@ from gaupipe.settings import Settings
 from gaupipe.settings.load import (
     ByName,
     changed,
+    check_as_begun,
     dump,
     flatten,
     load,
@@ -191,20 +192,14 @@ class RunDirectory:
 
     def check(self, settings: Settings) -> None:
         """Raises UserError if the folder holds something else than a run with these settings."""
-        if self.config.is_file():
-            old = self.settings()
-            # each command names its student, and each export its store
-            settings = settings.with_section("model", attention=old.model.attention)
-            settings = settings.model_copy(update={"export": old.export})
-            for key in changed(old, settings, Scope.ANYTIME):
-                before = flatten(old).get(key)
-                now = flatten(settings).get(key)
-                raise UserError(
-                    f"{self.path} holds a run with other settings ({key} is {before}, "
-                    f"asked {now}); choose another --run-dir or remove it"
-                )
-        else:
+        if not self.config.is_file():
             self.check_place()
+            return
+        before = self.settings()
+        # each command names its student, and each export its store
+        settings = settings.with_section("model", attention=before.model.attention)
+        settings = settings.model_copy(update={"export": before.export})
+        check_as_begun(self.path, flatten(before, Scope.ANYTIME), flatten(settings, Scope.ANYTIME))
 
     def check_place(self) -> None:
         """Raises UserError for a folder or file that is there and is no run, and for a name that
@@ -354,9 +349,14 @@ def gone(settings: Settings) -> list[str]:
     return [name for name, place in places.items() if place and not os.path.exists(place)]
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """True if the training in a folder has saved something that it can be continued from."""
+    return (folder / "checkpoint" / "state.pt").is_file()
+
+
 def say_if_afresh(folder: Path) -> None:
     """Says where ``--resume`` has no checkpoint in ``folder`` to continue from."""
-    if (folder / "checkpoint" / "state.pt").is_file():
+    if has_checkpoint(folder):
         return
     settings = "it was begun with" if folder.exists() else "of this command"
     line = (

@@ -16,7 +16,7 @@ from gaupipe.settings import Settings
 from gaupipe.settings.load import check_distilled, check_plain, dump, with_anytime
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
-from stages.runs.directory import RunDirectory, check_name
+from stages.runs.directory import RunDirectory, check_name, has_checkpoint
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StudentRequest:
     def starts_afresh(self) -> bool:
         """True where there is no checkpoint to continue from. Raises UserError if it would start
         from other weights than the run began with."""
-        if (self.folder / "checkpoint" / "state.pt").is_file():
+        if has_checkpoint(self.folder):
             return False
         if self.run is not None:
             self.run.check_weights(self.settings)
