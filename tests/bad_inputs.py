@@ -503,6 +503,7 @@ SYNTAX = settings(
     ("phase_a.teacher=vit & phase_a.teacher_args={depth:3}", "phase_a.teacher_args depth:3"),
     ("phase_b.warm_start=exact", "phase_b.warm_start=exact phase_a.per_image=none"),
     ("phase_b.alpha=0 & phase_b.beta=0 & phase_b.gamma=0", "phase_b alpha beta gamma 0"),
+    ("phase_b.divergence=printed & phase_b.temperature=2", "phase_b temperature printed 1"),
     ("phase_b.warm_start=slice", "phase_b.warm_start=slice phase_a.teacher=vit"),
     command="plan tiny.yaml --run-dir new",
 )

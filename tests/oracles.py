@@ -46,6 +46,24 @@ def divergence(p, q, hide_own: bool = False) -> float:
     return (p[seen] * np.log(p[seen] / q[seen])).sum() / p[..., 0].size
 
 
+def equation_9(student, teacher, hide_own: bool = False) -> float:
+    """Mean over rows of GauTransformer's eq. 9 as printed: the sum over keys of T log((softmax(T) /
+    t) / (softmax(G) / t)), with T the student's map and G the teacher's, both [..., T] and made to
+    sum to 1; ``hide_own``: of the keys other than each row's own."""
+    t = 3.0  # any: it cancels
+    total = 0.0
+    student, teacher = np.broadcast_arrays(student, teacher)
+    for row in np.ndindex(student.shape[:-1]):
+        keys = np.arange(student.shape[-1])
+        if hide_own:
+            keys = np.delete(keys, row[-1])
+        T, G = (np.asarray(rows[row][keys], dtype=np.float64) for rows in (student, teacher))
+        T, G = T / T.sum(), G / G.sum()
+        softmax_T, softmax_G = (np.exp(x) / np.exp(x).sum() for x in (T, G))
+        total += (T * np.log((softmax_T / t) / (softmax_G / t))).sum()
+    return total / student[..., 0].size
+
+
 def cross_entropies(logits, targets):
     """[B], in float64."""
     exps = np.exp(logits - logits.max(1, keepdims=True))

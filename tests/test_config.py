@@ -211,7 +211,7 @@ def test_the_papers_settings_are_the_papers(name, epochs, weights):
     assert teacher.parametrisation == "paper" and teacher.mode == "stochastic" and not teacher.prior
     assert teacher.stop_accuracy == 0.92
     assert (train.epochs, phase.alpha, phase.beta, phase.gamma) == (epochs, *weights)
-    assert phase.gamma_schedule == "constant" and phase.direction == "student_teacher"
+    assert phase.gamma_schedule == "constant" and phase.divergence == "student_teacher"
     assert settings.augment.geometry == "ignore" and train.optim.warmup_epochs == 15
     for optim in (teacher.optim, train.optim, settings.baseline_training.optim):
         assert (optim.name, optim.lr, optim.args) == ("adamw", 1e-4, {})

@@ -13,7 +13,7 @@ from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, feature_loss
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.maps.stored import StoredGaussians, StoredRows
 from gaupipe.models import forward_with_maps, run_blocks
-from oracles import divergence
+from oracles import divergence, equation_9
 
 B, L, H, GRID = 3, 2, 4, (4, 4)
 
@@ -53,11 +53,11 @@ def gradients(model, loss) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("attention", [*STUDENTS, "prior"])
 @pytest.mark.parametrize(
-    "temperature,direction",
-    [(1.0, "teacher_student"), (2.0, "teacher_student"), (1.0, "student_teacher")],
+    "temperature,name",
+    [(1, "teacher_student"), (2, "teacher_student"), (1, "student_teacher"), (1, "printed")],
 )
 @pytest.mark.parametrize("form", ["gaussian", "maps"])
-def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature, direction, form):
+def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature, name, form):
     model, images, labels = student(attention), torch.randn(B, 1, 8, 8), torch.tensor([1, 2, 3])
     stored, hidden = gaussians(), None
     if attention == "attentionx":
@@ -67,11 +67,11 @@ def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature,
         stored[:, :, :2, :, 2:] = 1e-3  # hidden alone
     logits, rows = forward_with_maps(model, images)
     expected = sum(
-        feature_loss(row, expected_map(stored[:, layer], GRID), temperature, direction, hidden)
+        feature_loss(row, expected_map(stored[:, layer], GRID), temperature, name, hidden)
         for layer, row in enumerate(rows)
     )
     oracle = gradients(model, cross_entropy(logits, labels) + expected)
-    logits, loss = FeatureLoss(model, temperature, direction)(images, teacher_maps(stored, form))
+    logits, loss = FeatureLoss(model, temperature, name)(images, teacher_maps(stored, form))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits, model(images), rtol=1e-4, atol=1e-5)
     ours = gradients(model, cross_entropy(logits, labels) + loss)
@@ -144,21 +144,26 @@ def test_a_class_token_that_takes_all_or_nothing_leaves_heads_and_divergence_exa
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["teacher_student", "printed"])
 @pytest.mark.parametrize("tokens", PREFIXES)
 @pytest.mark.parametrize("attention", comparing())
-def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tokens):
+def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tokens, name):
     """The value against numpy, the gradient against a difference along a random direction."""
     model, stored = student(attention, **PREFIXES[tokens]).double(), gaussians()
     images = torch.randn(B, 1, 8, 8).double()
     teacher = [expected_map(stored[:, layer], GRID).double().numpy() for layer in range(L)]
 
     def by_numpy() -> float:
-        rows = rows_by_numpy(model, images)
-        return sum(
-            divergence(*pair, attention == "attentionx") for pair in zip(teacher, rows, strict=True)
-        )
+        hide_own = attention == "attentionx"
+        total = 0.0
+        for theirs, ours in zip(teacher, rows_by_numpy(model, images), strict=True):
+            if name == "printed":
+                total += equation_9(ours, theirs, hide_own)
+            else:
+                total += divergence(theirs, ours, hide_own)
+        return total
 
-    logits, loss = FeatureLoss(model)(images, teacher_maps(stored))
+    logits, loss = FeatureLoss(model, divergence=name)(images, teacher_maps(stored))
     assert loss.item() == pytest.approx(by_numpy(), rel=1e-5)
     torch.testing.assert_close(logits, model(images))
     slopes = gradients(model, loss)

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from gaupipe.data.mixing import Mix
-from gaupipe.distillation.losses import feature_loss, gamma_at, soft_loss
+from gaupipe.distillation.losses import DIVERGENCES, feature_loss, gamma_at, soft_loss
 from gaupipe.training.job import hard_loss
-from oracles import divergence
+from oracles import divergence, equation_9
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
@@ -23,40 +23,93 @@ def steep_map() -> np.ndarray:
     return maps / maps.sum(-1, keepdims=True)
 
 
-def oracle(scores: np.ndarray, teacher: np.ndarray, temperature: float, direction: str) -> float:
+def oracle(scores, teacher, temperature: float, name: str, hide_own: bool = False) -> float:
+    if name == "printed":
+        return equation_9(softmax(scores), teacher, hide_own)
+    if name == "student_teacher":
+        if hide_own:
+            teacher = teacher * (1 - np.eye(teacher.shape[-1]))
+        teacher = np.maximum(teacher / teacher.sum(-1, keepdims=True), 2.0**-126)
     s, t = softmax(scores) ** (1 / temperature), teacher ** (1 / temperature)
-    return divergence(t, s) if direction == "teacher_student" else divergence(s, t)
+    return divergence(t, s, hide_own) if name == "teacher_student" else divergence(s, t, hide_own)
+
+
+@pytest.mark.parametrize("keys", ["all", "hidden", "zeros", "hidden zeros", "mixed"])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_value_and_gradient_are_those_of_the_equation_in_float64(name, keys):
+    """Of maps whose teacher gives nothing to some keys, whose student does not see its own token,
+    and of two maps mixed, as the images of mixup are."""
+    random = np.random.default_rng(0)
+    scores, along = random.standard_normal((2, 3, 2, 8, 8))
+    teacher = softmax(random.standard_normal((3, 1, 8, 8)) * 4)
+    if keys == "mixed":
+        teacher = 0.3 * steep_map() + 0.7 * teacher
+    if "zeros" in keys:
+        teacher[..., :3, 4:] = 0
+        teacher /= teacher.sum(-1, keepdims=True)
+    hide_own = "hidden" in keys
+    hidden = torch.eye(8, dtype=torch.bool) if hide_own else None
+
+    leaf = torch.tensor(scores)
+    if hide_own:
+        leaf = leaf.masked_fill(hidden, -torch.inf)
+    leaf.requires_grad_()
+    loss = feature_loss(leaf.log_softmax(-1), torch.tensor(teacher), 1.0, name, hidden)
+    loss.backward()
+    assert loss.item() == pytest.approx(oracle(scores, teacher, 1.0, name, hide_own), rel=1e-12)
+    after, before = (
+        oracle(scores + h * along, teacher, 1.0, name, hide_own) for h in (1e-6, -1e-6)
+    )
+    slope = (leaf.grad.numpy() * along).sum()
+    assert slope == pytest.approx((after - before) / 2e-6, rel=1e-6, abs=1e-10)
+
+
+def test_equation_9_as_printed_is_lowest_about_halfway_between_teacher_and_uniform():
+    """So it is no divergence, and its gradient on a uniform student is small."""
+    teacher = softmax(np.random.default_rng(2).standard_normal((1, 1, 64, 64)) * 2)
+    halfway = (teacher + 1 / 64) / 2
+    at_teacher, between = (
+        feature_loss(torch.tensor(rows).log(), torch.tensor(teacher), divergence="printed").item()
+        for rows in (teacher, halfway)
+    )
+    assert at_teacher == pytest.approx(0, abs=1e-12) and between < -0.01
+    slopes = {}
+    for name in DIVERGENCES:
+        leaf = torch.zeros(1, 1, 64, 64, dtype=torch.float64, requires_grad=True)
+        feature_loss(leaf.log_softmax(-1), torch.tensor(teacher), divergence=name).backward()
+        slopes[name] = leaf.grad.norm().item()
+    assert 30 * slopes["printed"] < min(slopes["teacher_student"], slopes["student_teacher"])
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 8.0, 40.0])
-@pytest.mark.parametrize("direction", ["teacher_student", "student_teacher"])
-def test_small_attention_counts_for_what_it_is_at_every_temperature(direction, temperature):
+@pytest.mark.parametrize("name", ["teacher_student", "student_teacher"])
+def test_small_attention_counts_for_what_it_is_at_every_temperature(name, temperature):
     """And a key that the teacher gives nothing gets nothing."""
     teacher = steep_map()
     scores = np.random.default_rng(0).standard_normal((1, 2, 8, 8)) * 3
-    if direction == "teacher_student":
+    if name == "teacher_student":
         teacher[..., :2, 5:] = 0
         teacher /= teacher.sum(-1, keepdims=True)
     else:  # away from where a float32 divergence is a difference of huge numbers
         scores = np.log(teacher) * 0.8 + scores / 3
     leaf = torch.tensor(scores, dtype=torch.float32, requires_grad=True)
-    loss = feature_loss(leaf.log_softmax(-1), torch.tensor(teacher).float(), temperature, direction)
-    expected = oracle(scores, teacher, temperature, direction)
+    loss = feature_loss(leaf.log_softmax(-1), torch.tensor(teacher).float(), temperature, name)
+    expected = oracle(scores, teacher, temperature, name)
     assert loss.item() == pytest.approx(expected, rel=2e-5, abs=2e-7)
     loss.backward()
     along = np.random.default_rng(1).standard_normal(scores.shape)
     after, before = (
-        oracle(scores + step * along, teacher, temperature, direction) for step in (1e-6, -1e-6)
+        oracle(scores + step * along, teacher, temperature, name) for step in (1e-6, -1e-6)
     )
     slope = (after - before) / 2e-6
     assert (leaf.grad.double().numpy() * along).sum() == pytest.approx(slope, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("direction", ["teacher_student", "student_teacher"])
-def test_feature_loss_is_zero_on_the_teacher_and_finite_where_the_teacher_has_zeros(direction):
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_feature_loss_is_zero_on_the_teacher_and_finite_where_the_teacher_has_zeros(name):
     rows = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    assert feature_loss(rows, rows.exp(), 1.0, direction).item() == pytest.approx(0, abs=1e-5)
-    assert feature_loss(rows, torch.eye(5).expand(2, 3, 5, 5), 1.0, direction).isfinite()
+    assert feature_loss(rows, rows.exp(), 1.0, name).item() == pytest.approx(0, abs=1e-5)
+    assert feature_loss(rows, torch.eye(5).expand(2, 3, 5, 5), 1.0, name).isfinite()
 
 
 def test_soft_and_hard_loss():

@@ -186,7 +186,7 @@ WAYS = {
         "phase_a.compression={embedding: 8, hidden: 16}",
         "phase_b.warm_start=teacher",
     ],
-    "dense": ["phase_b.direction=student_teacher", "phase_b.temperature=2"],
+    "dense": ["phase_b.divergence=student_teacher", "phase_b.temperature=2"],
     "bfloat16-paper": [
         "precision=bfloat16",
         "phase_a.parametrisation=paper",

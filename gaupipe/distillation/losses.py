@@ -29,6 +29,7 @@ from gaupipe.vit.forward import run_blocks
 
 MakeMap = Callable[[], Tensor]
 """Makes a teacher's map [B or 1, H or 1, T, T]."""
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def soft_loss(logits: Tensor, teacher_probabilities: Tensor, temperature: float = 1.0) -> Tensor:
@@ -42,45 +43,75 @@ def feature_loss(
     student_log_map: Tensor,
     teacher_map: Tensor,
     temperature: float = 1.0,
-    direction: str = "teacher_student",
+    divergence: str = "teacher_student",
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """KL divergence between the attention maps of one block (*eq. 9*), mean over images, heads and
-    queries.
+    """How far the student's attention map of one block is from the teacher's (*eq. 9*), mean over
+    images, heads and queries.
 
     student_log_map  [B, H, T, T] log-probabilities over keys
     teacher_map      [B or 1, H or 1, T, T] probabilities over keys
     temperature      both maps become softmax(log p / temperature) before they are compared
-    direction        ``teacher_student`` is KL(teacher || student), which makes the student cover
-                     the teacher's map; ``student_teacher`` is KL(student || teacher), eq. 9's order
+    divergence       a name in ``DIVERGENCES``
     hidden           keys that the student cannot see, bool broadcastable to [B, H, T, T]: the
                      teacher's map loses them too and is renormalised
-
-    A key that the teacher gives nothing adds nothing to KL(teacher || student). In KL(student ||
-    teacher) it counts as the smallest normal number of the map's type, 1.2e-38 in float32.
     """
     if hidden is not None:
         teacher_map = without_keys(teacher_map, hidden)
-    if temperature != 1.0:
-        student_log_map = (student_log_map / temperature).log_softmax(-1)
-    if hidden is not None:  # both sides get a 0 there, so that a hidden key adds nothing
-        student_log_map = student_log_map.masked_fill(hidden, 0.0)
-
-    if direction == "teacher_student":
-        if temperature != 1.0:
-            teacher_map = (teacher_map.log() / temperature).softmax(-1)
-        divergence = F.kl_div(student_log_map, teacher_map, reduction="sum")
-    else:
-        teacher_log_map = teacher_map.clamp_min(torch.finfo(teacher_map.dtype).tiny).log()
-        if hidden is not None:
-            teacher_log_map = teacher_log_map.masked_fill(hidden, -torch.inf)
-        teacher_log_map = (teacher_log_map / temperature).log_softmax(-1)
-        if hidden is not None:
-            teacher_log_map = teacher_log_map.masked_fill(hidden, 0.0)
-        divergence = F.kl_div(teacher_log_map, student_log_map, log_target=True, reduction="sum")
+    total = DIVERGENCES[divergence](student_log_map, teacher_map, temperature, hidden)
 
     # mean over images, heads and queries: all axes but the keys
-    return divergence / student_log_map[..., 0].numel()
+    return total / student_log_map[..., 0].numel()
+
+
+def teacher_student(
+    student_log_map: Tensor, teacher_map: Tensor, temperature: float, hidden: Tensor | None
+) -> Tensor:
+    """KL(teacher || student), summed over all rows: the student covers the teacher's map. A key
+    that the teacher gives nothing adds nothing."""
+    if temperature != 1.0:
+        teacher_map = (teacher_map.log() / temperature).softmax(-1)
+    student_log_map = log_softmax_of_visible(student_log_map / temperature, hidden)
+    return F.kl_div(student_log_map, teacher_map, reduction="sum")
+
+
+def student_teacher(
+    student_log_map: Tensor, teacher_map: Tensor, temperature: float, hidden: Tensor | None
+) -> Tensor:
+    """KL(student || teacher), summed over all rows: eq. 9, if its T and G are scores. A key that
+    the teacher gives nothing counts as ``SMALLEST``, so a query's attention there costs 87 nats
+    over the temperature."""
+    teacher_log_map = teacher_map.clamp_min(SMALLEST).log()
+    teacher_log_map = log_softmax_of_visible(teacher_log_map / temperature, hidden)
+    student_log_map = log_softmax_of_visible(student_log_map / temperature, hidden)
+    return F.kl_div(teacher_log_map, student_log_map, log_target=True, reduction="sum")
+
+
+def printed(
+    student_log_map: Tensor, teacher_map: Tensor, temperature: float, hidden: Tensor | None
+) -> Tensor:
+    """Eq. 9 as printed, summed over all rows: S log(softmax(S) / softmax(G)) of the student's map S
+    and the teacher's G, which are softmaxed already. No divergence: it is negative between G and
+    uniform. Its temperature cancels."""
+    student_map = student_log_map.exp()
+    log_ratio = log_softmax_of_visible(student_map, hidden)
+    log_ratio = log_ratio - log_softmax_of_visible(teacher_map, hidden)
+    return (student_map * log_ratio).sum()
+
+
+DIVERGENCES = {
+    "teacher_student": teacher_student,
+    "student_teacher": student_teacher,
+    "printed": printed,
+}
+
+
+def log_softmax_of_visible(scores: Tensor, hidden: Tensor | None) -> Tensor:
+    """The log of the softmax over the keys that are not ``hidden``; hidden ones get a 0, so that
+    they add nothing to a divergence."""
+    if hidden is None:
+        return scores.log_softmax(-1)
+    return scores.masked_fill(hidden, -torch.inf).log_softmax(-1).masked_fill(hidden, 0.0)
 
 
 def without_keys(maps: Tensor, hidden: Tensor) -> Tensor:
@@ -183,8 +214,9 @@ class FeatureLoss:
     Updates come from the fused kernel of plain training, and no T x T map is kept for the backward
     pass. Where the attention hides the diagonal, the teacher's rows are renormalised without it.
     Of a student with class and register tokens the rows of patches over patches are compared,
-    renormalised (:func:`patch_map`). Dropout of attention, a temperature and the other direction
-    need the student's map, a block at a time. ``compiled`` says that torch.compile will be at work.
+    renormalised (:func:`patch_map`). Dropout of attention, a temperature and another divergence
+    than KL(teacher || student) need the student's map, a block at a time. ``compiled`` says that
+    torch.compile will be at work.
     Raises UserError for a student without attention maps.
     """
 
@@ -192,20 +224,20 @@ class FeatureLoss:
         self,
         student: VisionTransformer,
         temperature: float = 1.0,
-        direction: str = "teacher_student",
+        divergence: str = "teacher_student",
         compiled: bool = False,
     ) -> None:
         check_maps(student)
         blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
         self.student = student
         self.temperature = temperature
-        self.direction = direction
+        self.divergence = divergence
         self.attentions = [in_steps(block.attn) for block in blocks]
         self.prefix = student.num_prefix_tokens
         first = self.attentions[0]
         self.patches: int = student.patch_embed.num_patches
         self.fused = (
-            (temperature, direction) == (1.0, "teacher_student")
+            (temperature, divergence) == (1.0, "teacher_student")
             and not first.attn_drop.p
             and self.patches > 1
             and has_normaliser_kernel(first.proj.weight.device, compiled)
@@ -239,7 +271,7 @@ class FeatureLoss:
             # softmax over the scores of patches is the whole row's, renormalised over patches
             log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
             maps = teacher.map(layer)
-            return feature_loss(log_map, maps, self.temperature, self.direction, hidden)
+            return feature_loss(log_map, maps, self.temperature, self.divergence, hidden)
 
         patch_q = q[..., self.prefix :, :]
         patch_k = k[..., self.prefix :, :]
@@ -322,9 +354,6 @@ class _MapTimesKeys(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, None, Tensor]:
         maps = ctx.make_map().to(grad.dtype)  # of one head, or of all
         return None, None, torch.einsum("bhqk,bhqd->bhkd", maps, grad)
-
-
-SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def map_of_factors(along_y: Tensor, along_x: Tensor, hidden: Tensor) -> Tensor:

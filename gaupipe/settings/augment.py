@@ -77,9 +77,9 @@ class AugmentSettings(Section):
     gaussian`` mixes no images."""
     geometry: Literal["follow", "ignore"] = "follow"
     """``follow`` moves attention maps with the image: in phase A those of a teacher with Gaussian
-    attention, in phase B those of the store. ``ignore`` leaves the maps where they are, as in the
-    GauTransformer paper. With ``ignore`` RandAugment also rotates, shears and translates, which
-    maps cannot follow."""
+    attention, in phase B those of the store. ``ignore`` leaves the maps where they are, as we read
+    the GauTransformer paper, which flips and crops and names no motion of maps. With ``ignore``
+    RandAugment also rotates, shears and translates, which maps cannot follow."""
 
     @property
     def draws_views(self) -> bool:

@@ -62,11 +62,13 @@ class PhaseBSettings(TrainChanges):
     temperature: Rate = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
-    direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
-    """``teacher_student`` is KL(teacher || student), which makes the student attend wherever the
-    teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
-    eq. 9*; a key that the teacher gives nothing counts as 1.2e-38 there, so all of a query's
-    attention on it costs 87 nats."""
+    divergence: Literal["teacher_student", "student_teacher", "printed"] = "teacher_student"
+    """How L_feat compares two maps. ``teacher_student`` is KL(teacher || student), which makes the
+    student attend wherever the teacher does. ``student_teacher`` is KL(student || teacher), which
+    *GauTransformer, eq. 9* is if its maps are scores; all of a query's attention on keys that the
+    teacher gives nothing costs 87 nats (the log of float32's smallest number), divided by
+    ``temperature``. ``printed`` is eq. 9 literally, with a second softmax of maps that are
+    softmaxed already: it has hardly any gradient, and its minimum is not at the teacher's map."""
 
     def alpha_ends(self, epochs: int) -> int:
         """``alpha_epochs``, or what null means for a student of so many ``epochs``."""
@@ -80,4 +82,6 @@ class PhaseBSettings(TrainChanges):
     def _consistent(self) -> PhaseBSettings:
         if self.alpha + self.beta + self.gamma == 0:
             raise ValueError("alpha, beta and gamma are all 0: nothing is left to learn from")
+        if self.divergence == "printed" and self.temperature != 1:
+            raise ValueError("temperature cancels in the divergence printed: leave it at 1")
         return self

@@ -376,7 +376,7 @@ def _choose_the_papers(choices: Choices, tokens: int) -> None:
     choices.choose("phase_b.beta", 0.1, "the weight of the labels")
     choices.choose("phase_b.gamma", 0.7, "the weight of the teacher's attention maps")
     choices.choose("phase_b.gamma_schedule", "constant")
-    choices.choose("phase_b.direction", "student_teacher")
+    choices.choose("phase_b.divergence", "student_teacher")
 
 
 def _choose_maps(choices: Choices, teacher: str, student_epochs: int) -> None:
