@@ -2,7 +2,7 @@
 
     python benchmarks/inference.py
 
-The ViTs of the configurations of docs/results/given-teacher.md and judge.md, with random weights:
+The ViTs of the configurations of docs/results/distillation.md and judge.md, with random weights:
 parameters, images per second (one thread, the processor's seconds, the median of rounds in which
 the ViTs take turns) and the size as ONNX. Prints the entries of docs/results/data/inference.json.
 """
