@@ -63,7 +63,7 @@ MOST_BYTES = 2e9  # of all stored views
 COMPRESSION = ((256, 32, 128), (2_000, 128, 512), (math.inf, 256, 768))
 WINDOW = 0.92
 """The training accuracy from which the paper's phase A stops."""
-BY_EVIDENCE = "a sharp map round each token, the same for all images, without training"
+BY_EVIDENCE = "a locality loss: at first each patch's attention is pulled to its neighbours"
 AS_IN_THE_PAPER = "Gaussians of each image, as in the paper; 'run' takes local"
 """Why a teacher is chosen."""
 
