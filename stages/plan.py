@@ -1,8 +1,9 @@
-"""Plan: parameters, steps, memory and disk of a run, by arithmetic from its settings."""
+"""Plan: parameters, steps, memory and disk of a run, by arithmetic from its settings, and its time,
+from a few steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -16,7 +17,7 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.distillation.job import PRELOAD_BYTES
+from gaupipe.distillation.job import PRELOAD_BYTES, gammas
 from gaupipe.distillation.store_choice import planned_export
 from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings, TrainSettings
@@ -38,6 +39,7 @@ from stages.runs.resources import (
     store_size,
     training_memory,
 )
+from stages.runs.timing import duration, student_seconds, teacher_seconds
 
 
 class Needs(TypedDict):
@@ -55,12 +57,15 @@ class Stage(Needs):
     steps: NotRequired[int]
     parameters: NotRequired[int]
     files: NotRequired[int]
+    seconds: NotRequired[float]
+    """Of training steps and exports; none where nothing was measured."""
 
 
 class Total(Needs):
     """The largest memory, and the sums of the others."""
 
     steps: int
+    seconds: NotRequired[float]
 
 
 class Plan(TypedDict):
@@ -91,12 +96,14 @@ def run(
     images: int | None = None,
     classes: int | None = None,
     world_size: int = 1,
+    timed: bool = False,
 ) -> Plan:
-    """Counts and bytes of a run. Nothing is trained or written.
+    """Counts and bytes of a run. Nothing is written.
 
     plain             plans a training on the labels alone
     images, classes   describe a data set that is not at hand
     world_size        number of processes: ``memory_bytes`` is that of each
+    timed             measures some steps of each training, unless it does not fit into memory
 
     Raises UserError for settings that cannot be run.
     """
@@ -124,11 +131,17 @@ def run(
     disk = sum(stage["disk_bytes"] for stage in stages.values())
     steps = sum(stage.get("steps", 0) for stage in stages.values())
     too_large = mistake_in(lambda: check_memory("the run", memory))
+    total: Total = {"steps": steps, "memory_bytes": memory, "disk_bytes": disk}
+    if timed and not too_large:
+        seconds = seconds_of(settings, data, images, unlabelled, stages)
+        for name, taken in seconds.items():
+            stages[name]["seconds"] = taken / world_size
+        total["seconds"] = sum(seconds.values()) / world_size
     planned: Plan = {
         "images": images,
         "unlabelled": unlabelled,
         "stages": stages,
-        "total": {"steps": steps, "memory_bytes": memory, "disk_bytes": disk},
+        "total": total,
         "world_size": world_size,
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
@@ -189,6 +202,29 @@ def plan_phases(
         }
     stages["phase_b"] = student
     return stages, needs.per_image_parameters
+
+
+def seconds_of(
+    settings: Settings, data: ImageData, images: int, unlabelled: int, stages: Mapping[str, Stage]
+) -> dict[str, float]:
+    """Seconds of each of the ``stages`` of a run in one process, as far as steps say them: the
+    export of a teacher that was trained before is left out."""
+    seconds = {}
+    if "phase_a" in stages:
+        trained, exported = teacher_seconds(outline(settings, data), images)
+        if exported:
+            seconds = {"phase_a": trained, "export": exported}
+    if "export_unlabelled" in stages and seconds:
+        seconds["export_unlabelled"] = seconds["export"] * unlabelled / images
+    if "phase_b" in stages:
+        train = settings.student_training
+        seen = images + unlabelled
+        seconds["phase_b"] = student_seconds(settings, data, train, seen, gammas(settings))
+    if "plain" in stages:
+        epochs = stages["plain"]["epochs"]
+        train = settings.baseline_training.model_copy(update={"epochs": epochs})
+        seconds["plain"] = student_seconds(settings, data, train, images)
+    return seconds
 
 
 def plan_student(
@@ -272,9 +308,12 @@ LABELS = {
 
 def tables(plan: Plan) -> Iterator[Table | str]:
     """The plan that :func:`run` returned: a line for each stage and their total; then the rest."""
-    columns = ("epochs", "steps", "parameters", "files", "memory", "disk")
+    columns = ("epochs", "steps", "parameters", "files", "memory", "disk", "time")
     numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
-    stages = Table("", *numbers, box=None, pad_edge=False)
+    stages = Table("", *numbers, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    if "seconds" in plan["total"]:
+        stages.caption = "time: of training steps and exports, measured here in some steps"
+        stages.caption_justify = "left"
     sums = plan["total"]
     total: Stage = {
         "model": "total",
@@ -282,6 +321,8 @@ def tables(plan: Plan) -> Iterator[Table | str]:
         "memory_bytes": sums["memory_bytes"],
         "disk_bytes": sums["disk_bytes"],
     }
+    if "seconds" in sums:
+        total["seconds"] = sums["seconds"]
     for stage in (*plan["stages"].values(), total):
         counts = [stage.get(name) for name in ("epochs", "steps", "parameters", "files")]
         stages.add_row(
@@ -289,6 +330,7 @@ def tables(plan: Plan) -> Iterator[Table | str]:
             *(f"{count:,}" if count else "" for count in counts),
             gigabytes(stage["memory_bytes"]),
             gigabytes(stage["disk_bytes"]),
+            duration(stage["seconds"]) if "seconds" in stage else "",
         )
     rows = Table.grid("", Column(justify="right"), padding=(0, 2))
     values: dict[str, Any] = dict(plan)

@@ -70,6 +70,16 @@ def parsers():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick():
+    """Leaves out the figure of each training, half a second of a processor, which a test of it
+    brings back; and measures a step where a plan would measure a second of steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.runs.timing.MEASURED", 0.0)
+        patch.setattr("gaupipe.training.epochs.draw", lambda trainings, path: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory) -> Path:
     """A run of 40 digits whose stages have all finished, with a Gaussian teacher, a store of

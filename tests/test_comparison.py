@@ -27,6 +27,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings.load import flatten, load
 from gaupipe.settings.sections import Scope
 from gaupipe.system.errors import UserError
+from gaupipe.training.curves import save
 from gaupipe.training.student import build_student
 from gaupipe.vit.stem import STEMS
 from pictures import write_idx
@@ -34,7 +35,7 @@ from runs import run_main
 from stages import phase_b
 from stages.compare import measures
 from stages.compare.costs import with_probe
-from stages.compare.figures import draw
+from stages.compare.figures import curves
 from stages.compare.measures import (
     Difference,
     Spread,
@@ -416,7 +417,7 @@ def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
     row = RowResult("plain ViT", True, "standard", {}, [], final_values(runs), [], runs)
     results = Comparison("digits", [0], "plain ViT", [row], {})
     for name in ("a", "b"):
-        draw(results, tmp_path / name)
+        save(curves(results), tmp_path / name)
     for suffix in ("svg", "png"):
         first, second = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in "ab")
         assert first == second
@@ -454,8 +455,13 @@ def test_a_tiny_comparison(compared):
     rows = rows_of(folder, "mine")
     students = ["distilled", "maps of other images", "prior alone"]
     assert list(rows) == [BASELINE, *students, "plain longer", "gamma 0.5, encoding uint8"]
-    assert all(name in printed for name in rows)
-    assert max(map(len, printed.splitlines())) <= 80
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) <= 10, printed
+    text = (folder / "report-mine.md").read_text()
+    for name, row in rows.items():
+        accuracy = f"{100 * row['final']['val_acc']['mean']:.2f}"
+        assert any(line.startswith(name) and accuracy in line for line in lines)
+        assert f"| {name} |" in text
     goals = [run["val_acc"][-1] for run in rows[BASELINE]["runs"]]
     losses = {}
     for name, row in rows.items():
@@ -509,7 +515,7 @@ def test_the_differences_of_a_tiny_comparison(compared):
     assert set(over_controls) == {"maps of other images", "prior alone"}
     expected = difference(list(np.subtract(final["distilled"], final["maps of other images"])))
     assert over_controls["maps of other images"]["mean"] == pytest.approx(expected.mean)
-    assert "minus that of its controls" in " ".join(compared[2].split())
+    assert "minus that of its controls" in (compared[0] / "report-mine.md").read_text()
     highest = np.maximum(final[BASELINE], final["plain longer"])  # the student is dearer than both
     above = np.subtract(final["distilled"], highest).mean()
     assert rows["distilled"]["above_front"]["mean"] == pytest.approx(above)
@@ -523,8 +529,9 @@ def test_a_sweep_of_plain_runs_trains_no_teacher(in_process, tmp_path):
         "train.optim.lr: 1.0e+30, train.optim.clip_grad: null}\n"
     )
     code, out, err = in_process(*compare(folder, "--sweep", sweep, seeds="0"))
-    assert code == 0, err
-    assert not (folder / "teachers").exists() and "phase A ┃" not in out
+    assert code == 0 and "compare: 3 of 3 trainings are left, about" in err, err
+    text = (folder / "report-plain.md").read_text()
+    assert not (folder / "teachers").exists() and "| phase A |" not in text
     rows = rows_of(folder, "plain")
     assert list(rows) == [BASELINE, "no FFN", "diverges"]
     sizes = {name: row["final"]["parameters"]["mean"] for name, row in rows.items()}
@@ -541,8 +548,9 @@ def test_finished_rows_are_not_run_again(compared, in_process):
     before = written()
     again = compare(folder, "--sweep", sweep, "--jobs", 2, "--targets", "0.05,0.99")
     code, out, err = in_process(*again)
-    assert code == 0 and "seed" not in err
-    assert "to 5 %" in out and "never" in out and written() == before
+    assert code == 0 and "seed" not in err and "are left" not in err
+    text = (folder / "report-mine.md").read_text()
+    assert "to 5 %" in text and "never" in text and written() == before
     other = shutil.copy(sweep, folder.parent / "few.yaml")  # leaves the other tests their tables
     selected = ["--row", "plain longer", "--row", "maps of other images"]
     code, out, err = in_process(*compare(folder, "--sweep", other, *selected, "--json"))

@@ -24,7 +24,7 @@ from gaupipe.system.errors import UserError, mistake_of
 from gaupipe.teachers.gaussian import GaussianTeacher
 from gaupipe.teachers.gaussian_vit import GaussianViT
 from stages import plan
-from stages.runs import resources
+from stages.runs import resources, timing
 from stages.runs.resources import check_resources, make_plan
 
 
@@ -178,7 +178,7 @@ def test_plan_counts_the_digits_and_leaves_nothing_behind(tmp_path, in_process):
     assert not list(tmp_path.iterdir())
     stages, total = plan["stages"], plan["total"]
     assert [*stages] == ["phase_a", "export", "phase_b", "plain"]
-    for name, combine in (("disk_bytes", sum), ("memory_bytes", max)):
+    for name, combine in (("disk_bytes", sum), ("memory_bytes", max), ("seconds", sum)):
         assert total[name] == pytest.approx(combine(stage[name] for stage in stages.values()))
 
 
@@ -214,6 +214,24 @@ def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):
     assert "of disk" in plan["problem"]
     table = in_process(*arguments, cwd=tmp_path)[1]
     assert "1,281,167" in table and "does not fit: " in table
+
+
+def test_seconds_are_those_of_steps_without_the_first(monkeypatch):
+    """A step of 10 ms for each image, and a first one that takes longer."""
+    clock = [0.0]
+    seen = []
+
+    def step(images):
+        clock[0] += 0.01 * images + (0 if seen else 5.0)
+        seen.append(images)
+
+    monkeypatch.setattr(timing, "MEASURED", 1.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    assert timing.seconds_per_image(step, 32) == pytest.approx(0.01)
+    assert max(seen) == 32
+    assert timing.seconds_per_image(step, 10_000) == pytest.approx(0.01)
+    assert max(seen) == 100  # of a second
+    assert [timing.duration(seconds) for seconds in (7.4, 150, 7200)] == ["7 s", "2.5 min", "2.0 h"]
 
 
 LARGE = ["model.args={embed_dim: 65536, num_heads: 4}", "device=cpu"]

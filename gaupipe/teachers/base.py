@@ -155,9 +155,9 @@ class Teacher:
             folder.mkdir(exist_ok=True)
             write_whole(folder / "metrics.jsonl", json.dumps(metrics_of_no_epoch()) + "\n")
 
-    def training_forward(self) -> Callable[[], Tensor] | None:
-        """A forward pass over one image as in phase A, for its cost; None for a teacher that phase
-        A does not train."""
+    def training_forward(self) -> Callable[[int], Tensor] | None:
+        """A forward pass over a number of images as in phase A, for its cost; None for a teacher
+        that phase A does not train."""
         return None
 
     def given_sha256(self) -> dict[str, str]:

@@ -169,17 +169,24 @@ class GaussianTeacher(Teacher):
             identity=identity(self.settings, self.data),
         )
 
-    def training_forward(self) -> Callable[[], Tensor]:
+    def training_forward(self) -> Callable[[int], Tensor]:
         data = self.data
-        network = build_network(self.settings, data).train()
-        images = torch.zeros(1, data.channels, data.image_size, data.image_size)
-        parameters = None
-        if self.settings.phase_a.learns_of_images:
-            parameters = torch.zeros(1, *network.per_image_shape)
-        noise = None
-        if self.settings.phase_a.mode == "stochastic":
-            noise = network.noise(images, None)
-        return lambda: network(images, network.gaussians(parameters), noise)
+        phase = self.settings.phase_a
+        device = self.device
+        network = build_network(self.settings, data).to(device).train()
+
+        def forward(count: int) -> Tensor:
+            size = (data.channels, data.image_size, data.image_size)
+            images = torch.zeros(count, *size, device=device)
+            parameters = None
+            if phase.learns_of_images:
+                parameters = torch.zeros(count, *network.per_image_shape, device=device)
+            noise = None
+            if phase.mode == "stochastic":
+                noise = network.noise(images, None)
+            return network(images, network.gaussians(parameters), noise)
+
+        return forward
 
     def train(
         self, state: TrainingState[GaussianViT] | None, folder: Path, finished: bool = False

@@ -102,11 +102,11 @@ class TrainedOnLabels(ModelTeacher):
     def training_state(self) -> TrainingState[Any]:
         return training_state(self.training())
 
-    def training_forward(self) -> Callable[[], Tensor]:
+    def training_forward(self) -> Callable[[int], Tensor]:
         data = self.images_for_training
-        images = torch.zeros(1, data.channels, data.image_size, data.image_size)
-        model = self.model(self.settings, self.data).train()
-        return lambda: model(images)
+        size = (data.channels, data.image_size, data.image_size)
+        model = self.model(self.settings, self.data).to(self.device).train()
+        return lambda count: model(torch.zeros(count, *size, device=self.device))
 
     def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
         """Epochs until the training accuracy is reached or ``most_epochs`` are done; then the model

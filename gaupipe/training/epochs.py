@@ -20,6 +20,7 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped
 from gaupipe.system.progress import EpochMetrics, EpochProgress, write_metrics
 from gaupipe.system.signals import Pauses
+from gaupipe.training.curves import draw
 from gaupipe.training.state import BegunEpoch, RankInEpoch, TrainingState
 from gaupipe.training.step_log import StepLog
 from gaupipe.training.sums import Sums
@@ -95,7 +96,7 @@ def loop(
     remarks: Sequence[str] = (),
 ) -> Iterator[Loop]:
     """The training of ``state`` on ``batches`` for ``total`` epochs, some of them done before. One
-    that begins says the ``remarks``."""
+    that begins says the ``remarks``; one that ends draws its curves."""
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
     progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
     for module in state.modules.modules():
@@ -107,6 +108,9 @@ def loop(
             for remark in remarks:
                 progress.line(f"{label}: {remark}")
         yield Loop(folder, settings.seed, total, update, progress, steps)
+    if distributed.is_main():
+        draw({label: state.metrics}, folder / "curves")
+        progress.line(f"{label}: curves in {folder / 'curves.png'} and .svg")
 
 
 def what_is_left(state: TrainingState[Any], update: Update, batches: Batches, total: int) -> str:

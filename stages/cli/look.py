@@ -112,6 +112,32 @@ def settings_page(
         )
 
 
+@command("Look", "curves")
+def curves_of(
+    runs: Annotated[
+        list[Path] | None,
+        argument(
+            "RUN...", "Runs, or folders of trainings.", "the run used last", parser=parse_path
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, option("--out FILE.png", "The figure.", "curves.png in the first RUN")
+    ] = None,
+) -> None:
+    """Learning curves of all trainings in some runs, as PNG and SVG.
+
+    Example: `gaupipe curves runs/digits runs/longer --out both.png`
+    """
+    runs = runs or [find_run(None, "a name after 'curves' is another")]
+    if out is None:
+        out = runs[0] / "curves.png"
+    check_file("--out", out, ".png")
+    from stages import curves as stage
+
+    for path in stage.run(runs, out):
+        print(path)
+
+
 @command("Look")
 def inspect(
     maps: Store = None,

@@ -28,6 +28,7 @@ from stages.cli.options import (
     Unlabelled,
     option,
     parse_path,
+    setting,
 )
 from stages.cli.output import print_rich, report, show
 from stages.cli.request import (
@@ -111,7 +112,7 @@ def compare(
     ] = None,
     overrides: Overrides = None,
     students: Annotated[
-        str | None, option("--students A,B", "Attentions of the students.", "model.attention")
+        str | None, setting("--students A,B", "Attentions of the students", "model.attention")
     ] = None,
     seeds: Annotated[str, option("--seeds A,B", "Seeds of every row of the tables.")] = "0,1,2",
     sweep: Annotated[
@@ -137,8 +138,8 @@ def compare(
     """Train baselines, distilled students and controls with several seeds.
 
     Says accuracy over cost, which differences the seeds decide, and the epochs to an accuracy.
-    Runs that have finished are not made again. Tables go to the terminal and JSON, curves to PNG
-    and SVG.
+    Runs that have finished are not made again. The short table goes to the terminal, all tables to
+    report.md and JSON, curves to PNG and SVG.
 
     Example: `gaupipe compare --students standard,belief2 --seeds 0,1,2`
     """
@@ -166,9 +167,7 @@ def compare(
     options["imports"] = context.obj
     options |= {"students": attentions, "seeds": numbers, "targets": goals}
     results = stage.run(settings, folder, **options)
-    show(results.to_json(), as_json, stage.tables(results))
-    if not as_json:
-        print(folder)
+    show(results.to_json(), as_json, [stage.summary(results, stage.report_in(folder, sweep))])
 
 
 @command("Measure")
@@ -229,7 +228,7 @@ def plan(
     plain: Annotated[bool, option("--train", "Plan 'gaupipe train' alone.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Parameters, steps, memory and disk of a run, before it starts.
+    """Parameters, steps, memory, disk and time of a run, before it starts.
 
     Example: `gaupipe plan --data photos`
     """
@@ -244,7 +243,7 @@ def plan(
         from stages import plan as stage
 
     described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
-    planned = stage.run(settings, folder, plain=plain, **described)
+    planned = stage.run(settings, folder, plain=plain, timed=True, **described)
     show(planned, as_json, stage.tables(planned))
     if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")

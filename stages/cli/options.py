@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from gaupipe.attention import ATTENTION, STUDENTS
+from gaupipe.settings.load import flatten, load
+
+DIGITS = flatten(load("digits"))
 
 
 def untyped(kind: Any) -> Any:
@@ -29,6 +32,12 @@ def option(usage: str, help: str, default: str | bool = True, **more: Any) -> An
     ``default`` is what the help says holds without the option, if not the default itself."""
     name, _, metavar = usage.partition(" ")
     return typer.Option(name, metavar=metavar, help=help, show_default=default, **more)
+
+
+def setting(usage: str, help: str, name: str, **more: Any) -> Any:
+    """An option for the setting of this ``name``, whose default is that of the configuration: of
+    ``digits`` the help says it."""
+    return option(usage, f"{help} ({name}).", f"{DIGITS[name]} in digits", **more)
 
 
 def argument(metavar: str, help: str, default: str | bool = True, **more: Any) -> Any:
@@ -115,9 +124,9 @@ StudentName = Annotated[str | None, option("--student NAME", **STUDENT)]
 StudentArgument = Annotated[str | None, argument("STUDENT", **STUDENT)]
 Attention = Annotated[
     str | None,
-    option(
+    setting(
         "--student ATTENTION",
-        f"One of {', '.join(STUDENTS)}.",
+        f"One of {', '.join(STUDENTS)}",
         "model.attention",
         parser=parse_attention,
         autocompletion=complete_attention,
@@ -125,27 +134,35 @@ Attention = Annotated[
 ]
 Plain = Annotated[bool, option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, option("--set A.B=C", "Change one setting; repeatable.")]
-Epochs = Annotated[int | None, option("--epochs N", "Epochs.", "train.epochs", min=1)]
+Epochs = Annotated[int | None, setting("--epochs N", "Epochs", "train.epochs", min=1)]
 LearningRate = Annotated[
-    float | None, option("--lr RATE", "Learning rate after the warm-up.", "train.optim.lr")
+    float | None,
+    option(
+        "--lr RATE",
+        "Learning rate after the warm-up (train.optim.lr).",
+        f"{DIGITS['train.optim.lr']} in digits, {DIGITS['baseline.optim.lr']} without a teacher",
+    ),
 ]
 TeacherEpochs = Annotated[
-    int | None, option("--epochs N", "Most epochs.", "phase_a.max_epochs", min=1)
+    int | None, setting("--epochs N", "Most epochs", "phase_a.max_epochs", min=1)
 ]
 TeacherLearningRate = Annotated[
-    float | None, option("--lr RATE", "Learning rate after the warm-up.", "phase_a.optim.lr")
+    float | None, setting("--lr RATE", "Learning rate after the warm-up", "phase_a.optim.lr")
 ]
 BatchSize = Annotated[
-    int | None, option("--batch-size N", "Images in a step.", "data.batch_size", min=1)
+    int | None, setting("--batch-size N", "Images in a step", "data.batch_size", min=1)
 ]
-Seed = Annotated[int | None, option("--seed N", "Seed of all random numbers.", "seed", min=0)]
+Seed = Annotated[int | None, setting("--seed N", "Seed of all random numbers", "seed", min=0)]
+Device = Annotated[
+    str | None, option("--device NAME", "cpu, cuda or cuda:1 (device).", "a GPU where there is one")
+]
 Resume = Annotated[bool, option("--resume", "Continue from the last checkpoint.")]
 Force = Annotated[bool, option("--force", "Start even if memory or disk look too small.")]
 Teacher = Annotated[
     str | None,
-    option(
+    setting(
         "--teacher NAME",
-        "gaussian, vit, local, local-dir:FOLDER, or a timm name with published weights.",
+        "gaussian, vit, local, local-dir:FOLDER, or a timm name with published weights",
         "phase_a.teacher",
     ),
 ]

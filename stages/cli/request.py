@@ -116,6 +116,7 @@ def with_options(
     lr: float | None,
     batch_size: int | None,
     seed: int | None,
+    device: str | None,
 ) -> list[str]:
     """The options by which a training is told most as settings, those of its ``section``. Raises
     UserError where --set says the same."""
@@ -125,6 +126,7 @@ def with_options(
         "--lr": (f"{section}.optim.lr", lr),
         "--batch-size": ("data.batch_size", batch_size),
         "--seed": ("seed", seed),
+        "--device": ("device", device),
     }
     together = list(overrides or [])
     for option, (setting, value) in options.items():

@@ -39,10 +39,11 @@ def export_student(
     with begins(f"export: {student or 'the student trained last'} of {run_dir}, as {format}"):
         from stages.publish import export_student as stage
 
-    path, difference = stage.run(
+    path, difference, use = stage.run(
         run_dir, student, format=format, out=out, distilled=False if plain else None
     )
     say(f"its logits agree with the student's to {difference:.1e}")
+    say("to run it:", ["python", "-c", use])
     print(path)
 
 

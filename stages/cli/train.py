@@ -15,6 +15,7 @@ from stages.cli.options import (
     BatchSize,
     ConfigArgument,
     DataFolder,
+    Device,
     Download,
     Epochs,
     Force,
@@ -57,6 +58,7 @@ def run(
     lr: LearningRate = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
+    device: Device = None,
     student: Attention = None,
     teacher: Teacher = None,
     download: Download = False,
@@ -67,7 +69,7 @@ def run(
 
     Example: `gaupipe run --data photos --student belief2`
     """
-    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed)
+    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     overrides = with_model(overrides, "phase_a.teacher", teacher, download)
     overrides = with_unlabelled(overrides, unlabelled)
     settings, folder = read_settings(config, overrides, run_dir, data, student, teacher)
@@ -91,6 +93,7 @@ def phase_a(
     lr: TeacherLearningRate = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
+    device: Device = None,
     resume: Resume = False,
     force: Force = False,
     teacher: Teacher = None,
@@ -103,7 +106,7 @@ def phase_a(
 
     Example: `gaupipe phase-a --data photos`
     """
-    overrides = with_options(overrides, "phase_a", epochs, lr, batch_size, seed)
+    overrides = with_options(overrides, "phase_a", epochs, lr, batch_size, seed, device)
     overrides = with_model(overrides, "phase_a.teacher", teacher, download)
     overrides = with_unlabelled(overrides, unlabelled)
     settings, folder = read_settings(config, overrides, run_dir, data, teacher=teacher, paper=True)
@@ -130,7 +133,7 @@ def export_maps(
     ] = None,
     k: Annotated[
         int | None,
-        option("--k N", "Keys of a query that topk stores.", "export.k", min=1, max=255),
+        option("--k N", "Keys of a query that topk stores.", "a quarter", min=1, max=255),
     ] = None,
     views: Annotated[
         int | None, option("--views N", "Augmented views of each image.", min=2, max=10000)
@@ -223,6 +226,7 @@ def phase_b(
     lr: LearningRate = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
+    device: Device = None,
     maps: Annotated[
         str | None, option("--maps PATH-OR-URL", "The store.", "maps.zarr in the run directory")
     ] = None,
@@ -235,7 +239,7 @@ def phase_b(
 
     Example: `gaupipe phase-b --student belief2 --epochs 40`
     """
-    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed)
+    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     run_dir = find_run(run_dir)
     from stages.runs import students
 
@@ -266,13 +270,14 @@ def train(
     lr: LearningRate = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
+    device: Device = None,
     student: Attention = None,
     model: Annotated[
         str | None,
         option(
             "--model NAME",
             "Fine-tune these weights: a timm name, or local-dir:FOLDER.",
-            "model.name, from the start",
+            "none, a training from random weights",
         ),
     ] = None,
     download: Download = False,
@@ -282,7 +287,7 @@ def train(
 
     Example: `gaupipe train --data photos --student xsa --epochs 30`
     """
-    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed)
+    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     overrides = with_model(overrides, "model.name", model, download)
     from gaupipe.settings.load import check_plain
 

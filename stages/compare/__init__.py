@@ -3,7 +3,7 @@
 run -> {workers -> costs, report -> measures, tables, figures} -> trainings -> rows
 """
 
-from stages.compare.run import run
-from stages.compare.tables import tables
+from stages.compare.run import report_in, run
+from stages.compare.tables import summary
 
-__all__ = ["run", "tables"]
+__all__ = ["report_in", "run", "summary"]

@@ -136,7 +136,7 @@ def teacher_forward_cost(settings: Settings, data: ImageData) -> int:
         return 0
     forward = outline(settings, data).training_forward()
     assert forward is not None
-    return multiply_adds(forward)
+    return multiply_adds(partial(forward, 1))
 
 
 def processor_seconds(metrics: list[EpochMetrics]) -> float:

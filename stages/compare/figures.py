@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,16 +18,6 @@ CURVES = {
     "val_acc": "validation accuracy",
     "loss_hard": "training loss (labels)",
 }
-
-
-def draw(results: Comparison, path: Path) -> None:
-    """Writes ``path``.png and ``path``.svg, the same bytes for the same results."""
-    from matplotlib import rc_context
-
-    figure = curves(results)
-    figure.savefig(f"{path}.png", dpi=150)
-    with rc_context({"svg.hashsalt": "gaupipe"}):
-        figure.savefig(f"{path}.svg", metadata={"Date": None})
 
 
 def curves(results: Comparison) -> Figure:

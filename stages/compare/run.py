@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.export import make_schema
+from gaupipe.distillation.job import gammas
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import check_student
 from gaupipe.settings import Settings
@@ -23,17 +24,21 @@ from gaupipe.system import digests
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+from gaupipe.system.progress import say
 from gaupipe.teachers.base import outline
 from gaupipe.training import loggers
+from gaupipe.training.curves import save
 from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student
 from gaupipe.vit.fine_tuning import weights_sha256
-from stages.compare.figures import draw
+from stages.compare.figures import curves
 from stages.compare.report import Comparison, report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows
-from stages.compare.trainings import RowTraining
+from stages.compare.tables import tables
+from stages.compare.trainings import RowTraining, as_teacher
 from stages.compare.workers import train
 from stages.runs.locks import locked
+from stages.runs.timing import duration, student_seconds, teacher_seconds
 
 
 def run(
@@ -76,12 +81,26 @@ def run(
     trainings = plan(rows, settings, seeds, run_dir, test, imports)
     check_folder(run_dir)
 
+    every = {training.folder: training for training in chain(*trainings)}.values()
+    left = sum(not training.finished for training in every)
+    if left:
+        line = f"{left} of {len(every)} trainings are left"
+        say(f"compare: {line}, about {duration(seconds_left(trainings) / jobs)}")
     with locked(run_dir, "comparison"):
         outcomes = train([*chain(*trainings)], jobs, imports)
         results = report(settings.data.title, trainings, outcomes, targets)
         write_whole(run_dir / f"{name}.json", json.dumps(results.to_json(), indent=1) + "\n")
-        draw(results, run_dir / name)
+        save(curves(results), run_dir / name)
+        lines = [f"# {results.data}", f"![Curves of all rows]({name}.png)\n", *tables(results)]
+        write_whole(report_in(run_dir, sweep), "\n".join(lines))
     return results
+
+
+def report_in(run_dir: Path, sweep: str | None) -> Path:
+    """The file with all tables of a comparison, or of its rows with a sweep."""
+    if sweep is None:
+        return run_dir / "report.md"
+    return run_dir / f"report-{Path(sweep).stem}.md"
 
 
 def plan(
@@ -93,14 +112,11 @@ def plan(
     imports: Sequence[Path] = (),
 ) -> list[list[RowTraining]]:
     """For each row its training with each seed. Raises UserError for a row that cannot be run."""
-    loaded: dict[str, ImageData] = {}
+    read = reader(base.download)
 
     def row_trainings(row: Row) -> list[RowTraining]:
         settings = settled(resolve(row, base))
-        name = settings.data.model_dump_json()
-        if name not in loaded:  # most rows have the same images
-            loaded[name] = load_data(settings.data, base.download)
-        data = loaded[name]
+        data = read(settings)
         if test and data.test is None:
             raise UserError(f"--test: data set {data.name} has no test split")
         settings = checked(row, settings, data)
@@ -123,6 +139,47 @@ def plan(
         ]
 
     return [row_trainings(row) for row in rows]
+
+
+def reader(download: bool) -> Callable[[Settings], ImageData]:
+    """Gives the data set of settings, and reads it once: most rows have the same images."""
+    loaded: dict[str, ImageData] = {}
+
+    def read(settings: Settings) -> ImageData:
+        name = settings.data.model_dump_json()
+        if name not in loaded:
+            loaded[name] = load_data(settings.data, download)
+        return loaded[name]
+
+    return read
+
+
+def seconds_left(trainings: Sequence[Sequence[RowTraining]]) -> float:
+    """Seconds of the trainings that have not finished, and of their teachers, one after the other:
+    of each row some steps are measured."""
+    read = reader(download=False)
+    seconds = 0.0
+    taught: set[Path] = set()
+    for seeds in trainings:
+        left = [training for training in seeds if not training.finished]
+        if not left:
+            continue
+        settings = left[0].settings
+        data = read(settings)
+        images = len(data.train)
+        teachers: set[Path] = set()
+        if left[0].row.plain:
+            each = student_seconds(settings, data, settings.baseline_training, images)
+        else:
+            train = settings.student_training
+            each = student_seconds(settings, data, train, images, gammas(settings))
+            teachers = {training.teacher.path for training in left if not training.exported}
+        seconds += len(left) * each
+        if teachers - taught:
+            teacher = outline(as_teacher(settings), data)
+            seconds += len(teachers - taught) * sum(teacher_seconds(teacher, images))
+            taught |= teachers
+    return seconds
 
 
 def sources_of(settings: Settings, plain: bool, imports: Sequence[Path]) -> dict[str, str]:

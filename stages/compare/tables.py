@@ -1,24 +1,55 @@
-"""Results of a comparison as tables for a terminal of 80 columns."""
+"""Results of a comparison: a short table for a terminal of 80 columns, and all tables as
+Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from stages.compare.measures import Difference, Passages, Spread, Verdict
 from stages.compare.report import Comparison, RowResult
 
+ROWS_SHOWN = 7
+"""In the short table, which has ten lines with its title, its head and its caption."""
 
-def tables(results: Comparison) -> Iterator[Table]:
+
+def summary(results: Comparison, report: Path) -> Table:
+    """The plain ViT and the best other rows, the best one first; the caption names the file that
+    has the rest."""
+    rows = sorted(results.rows, key=lambda row: -(row.final.val_acc.mean or 0.0))
+    others = [row.row for row in rows if row.row != results.reference]
+    shown = {results.reference, *others[: ROWS_SHOWN - 1]}
+    table = Table(
+        Column("", no_wrap=True),  # a long name is cut off, because it would take another line
+        *(Column(name, justify="right") for name in ("accuracy", "above plain", "", "core s")),
+        title=f"{results.data}: validation accuracy, {_over_seeds(results)}",
+        caption=f"{len(shown)} of {len(rows)} rows; all of them and further tables: {report}",
+        box=None,
+        pad_edge=False,
+    )
+    table.title_justify = table.caption_justify = "left"
+    for row in rows:
+        if row.row not in shown:
+            continue
+        accuracy = "failed" if row.failed else _with_std(row.final.val_acc, "{:.2f}", scale=100)
+        verdict = ""
+        if row.difference is not None and len(results.seeds) > 1:
+            verdict = row.difference.verdict
+        above = _mean(row.difference, "{:+.2f}", scale=100)
+        seconds = _mean(row.final.processor_seconds, "{:,.0f}")
+        table.add_row(row.row, accuracy, above, verdict, seconds)
+    return table
+
+
+def tables(results: Comparison) -> Iterator[str]:
     """Accuracy over cost; with more than one seed the differences from the plain ViT, and those of
-    the student from its controls; first passages; and how the runs ended."""
+    the student from its controls; first passages; and how the runs ended. Markdown."""
     rows = results.rows
     reference = results.reference
     seeds = len(results.seeds)
-    over = "one seed"
-    if seeds > 1:
-        over = f"mean ± std of {seeds} seeds"
+    over = _over_seeds(results)
     cheapest_first = sorted(
         (row for row in rows if not row.failed),
         key=lambda row: row.final.multiply_adds.mean or 0.0,
@@ -132,21 +163,27 @@ def _end(row: RowResult) -> list[str]:
 
 
 def _table(
-    title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], caption: str | None = None
-) -> Table:
+    title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], caption: str = ""
+) -> str:
     """A table whose lines begin with the name of a row, without columns that say nothing."""
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    filled = [[*line, *["-"] * (1 + len(columns) - len(line))] for line in lines]
-    shown = [0]  # numbers of columns; 0 are the rows' names
-    names = " ".join(line[0] for line in filled).split()
-    table.add_column("", min_width=max(map(len, names), default=0))  # no name is broken in a word
-    for number, column in enumerate(columns, 1):
-        if any(line[number] != "-" for line in filled):
-            shown.append(number)
-            table.add_column(column, justify="right", no_wrap=True)
-    for line in filled:
-        table.add_row(*(line[number] for number in shown))
-    return table
+    filled = [["", *columns]]
+    for line in lines:
+        missing = 1 + len(columns) - len(line)
+        filled += [[*line, *["-"] * missing]]
+    told = [
+        column for column in zip(*filled, strict=True) if any(cell != "-" for cell in column[1:])
+    ]
+    head, *rows = (f"| {' | '.join(cells)} |" for cells in zip(*told, strict=True))
+    rule = "|---" + "|---:" * (len(told) - 1) + "|"
+    written = [f"## {title}", "", head, rule, *rows, ""]
+    if caption:
+        written += [caption, ""]
+    return "\n".join(written)
+
+
+def _over_seeds(results: Comparison) -> str:
+    seeds = len(results.seeds)
+    return f"mean ± std of {seeds} seeds" if seeds > 1 else "one seed"
 
 
 def _interval(difference: Difference | None, form: str = "{:+.2f}", *, scale: float = 100) -> str:

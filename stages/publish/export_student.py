@@ -85,6 +85,13 @@ def to_pt2(student: VisionTransformer, images: Tensor) -> Exported:
 FORMATS = {"onnx": to_onnx, "pt2": to_pt2}
 """Exporters by format, which is also how the file's name ends."""
 
+USES = {
+    "onnx": "import numpy, onnxruntime; print(onnxruntime.InferenceSession({path!r})"
+    ".run(None, {{'images': numpy.zeros({shape}, 'float32')}})[0])",
+    "pt2": "import torch; print(torch.export.load({path!r}).module()(torch.zeros({shape})))",
+}
+"""By format Python that prints the logits of an image, here of zeros."""
+
 
 def run(
     run_dir: Path,
@@ -93,9 +100,10 @@ def run(
     format: str = "onnx",
     out: Path | None = None,
     distilled: bool | None = None,
-) -> tuple[Path, float]:
-    """Writes a student in one of :data:`FORMATS`, for any number of images, and returns the file
-    and the largest difference between its logits and the student's on random images.
+) -> tuple[Path, float, str]:
+    """Writes a student in one of :data:`FORMATS`, for any number of images. Returns the file, the
+    largest difference between its logits and the student's on random images, and Python that runs
+    it.
 
     A file that is there is replaced, through a link too. Raises UserError, and writes nothing, for
     a place that holds anything else and for a model that differs by more than ``TOLERANCE``.
@@ -115,4 +123,4 @@ def run(
             f"{difference:.2g}, more than {TOLERANCE}"
         )
     write_whole(target, content)
-    return out, difference
+    return out, difference, USES[format].format(path=str(out), shape=(1, *images.shape[1:]))

@@ -1,0 +1,100 @@
+"""How long trainings take, from a few measured steps. Evaluation, reading and checkpoints come on
+top."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gaupipe.data.splits import ImageData
+from gaupipe.settings import Settings, TrainSettings
+from gaupipe.system.device import choose_precision, select_device
+from gaupipe.teachers.base import Teacher
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.student import build_student
+from gaupipe.vit.forward import forward_with_maps
+
+MEASURED = 1.0
+"""Seconds of steps that are measured, after the first, which allocates memory."""
+
+
+def seconds_per_image(step: Callable[[int], object], images: int) -> float:
+    """Seconds that ``step`` of a number of images takes for each. A step has at most ``images``,
+    and fewer where they would take longer than is measured."""
+    step(2)  # one would be too few for the batch normalisation of a ResNet
+    began = time.perf_counter()
+    step(2)
+    images = max(2, min(images, int(2 * MEASURED / (time.perf_counter() - began))))
+    steps = 0
+    began = time.perf_counter()
+    while steps == 0 or time.perf_counter() - began < MEASURED:
+        step(images)
+        steps += 1
+    return (time.perf_counter() - began) / (steps * images)
+
+
+def student_seconds(
+    settings: Settings,
+    data: ImageData,
+    train: TrainSettings,
+    images: int,
+    gammas: Sequence[float] = (),
+) -> float:
+    """Seconds of a student's training on so many ``images`` an epoch. ``gammas`` has the weight of
+    the maps in each epoch of a student with a teacher."""
+    device = select_device(settings.device, settings.threads)
+    student = build_student(settings, data, train, trained=False).to(device).train()
+    student.set_grad_checkpointing(settings.grad_checkpointing)
+    optimizer, _ = build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
+    precision = choose_precision(settings.precision, device, student.num_features)
+    dtype = getattr(torch, precision)
+
+    def step(count: int, with_maps: bool) -> None:
+        pixels = torch.randn(count, data.channels, data.image_size, data.image_size, device=device)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            if with_maps:
+                logits, log_maps = forward_with_maps(student, pixels)
+                loss = logits.sum() + sum(log_map.exp().sum() for log_map in log_maps)
+            else:
+                loss = student(pixels).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for a GPU
+
+    batch = settings.data.batch_size
+    with_maps = sum(gamma > 0 for gamma in gammas)
+    epochs = {False: train.epochs - with_maps, True: with_maps}
+    return images * sum(
+        count * seconds_per_image(partial(step, with_maps=maps), batch)
+        for maps, count in epochs.items()
+        if count
+    )
+
+
+def teacher_seconds(teacher: Teacher, images: int) -> tuple[float, float]:
+    """Seconds of phase A on so many ``images`` an epoch, at most, and of the export of their maps,
+    which is a forward pass, a third of a step; zeros for a teacher that is not trained here."""
+    forward = teacher.training_forward()
+    if forward is None:
+        return 0.0, 0.0
+
+    def step(count: int) -> None:
+        loss: Tensor = forward(count).sum()
+        loss.backward()
+        loss.item()
+
+    seconds = images * seconds_per_image(step, teacher.settings.data.batch_size)
+    return teacher.settings.phase_a.most_epochs * seconds, seconds / 3
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that one would say them in."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.0f} s"
