@@ -18,15 +18,19 @@ from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.job import PRELOAD_BYTES, gammas
-from gaupipe.distillation.store_choice import planned_export
+from gaupipe.distillation.store_choice import chosen, planned_export
 from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings, TrainSettings
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
+from gaupipe.system.progress import duration
 from gaupipe.teachers.base import outline
+from gaupipe.teachers.files import initialised, teacher_of_files
 from gaupipe.training.settled import settled
 from gaupipe.training.student import checked_student
+from gaupipe.vit.pretrained import load_model
 from stages.runs.resources import (
     SMALLER,
     check_disk,
@@ -39,7 +43,10 @@ from stages.runs.resources import (
     store_size,
     training_memory,
 )
-from stages.runs.timing import duration, student_seconds, teacher_seconds
+from stages.runs.timing import export_seconds, student_seconds, teacher_seconds
+
+LESS_STORED = "another --out, or fewer --images"
+"""What to do where the disk is too small for the store of a model's maps."""
 
 
 class Needs(TypedDict):
@@ -151,6 +158,47 @@ def run(
     if per_image_parameters is not None:
         planned["per_image_parameters"] = per_image_parameters
     return planned
+
+
+def run_export(model: str, images: int) -> Plan:
+    """The plan of an export of the maps of a ``model``, a timm name or a folder, of so many images,
+    with the seconds that it takes on this machine. Of a timm name no weights are needed. Raises
+    UserError for a model whose attention cannot be seen."""
+    here = Path(model.removeprefix(LOCAL)).expanduser().is_dir()
+    vit = load_model(model) if here else initialised(model, download=False)
+    files = [Path("image")]  # which is not read
+    looked_at = teacher_of_files(vit, model, files, files, named=False)
+    device = select_device("auto")
+    teacher = replace(looked_at, device=device, network=looked_at.network.to(device))
+    export = chosen(teacher)
+    schema = replace(planned_schema(teacher, export, images), labelled=False, name_bytes=None)
+    stored, file_count = store_size(teacher, schema)
+    stage: Stage = {
+        "model": f"store ({export.kind})",
+        "memory_bytes": export_memory(teacher, schema),
+        "disk_bytes": stored,
+        "files": file_count,
+        "seconds": export_seconds(teacher, schema),
+    }
+    total: Total = {
+        "steps": 0,
+        "memory_bytes": stage["memory_bytes"],
+        "disk_bytes": stored,
+        "seconds": stage["seconds"],
+    }
+    return {
+        "images": images,
+        "unlabelled": 0,
+        "stages": {"export": stage},
+        "total": total,
+        "world_size": 1,
+        "free_disk_bytes": free_disk(Path()),
+        "available_memory_bytes": available_memory(),
+        "device": str(device),
+        "problem": mistake_in(
+            lambda: check_disk("the store", stored, Path("maps.zarr"), LESS_STORED)
+        ),
+    }
 
 
 def plan_phases(
@@ -298,7 +346,7 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
 # ---- for people ----------------------------------------------------------------------------------
 
 LABELS = {
-    "images": "training images",
+    "images": "images",
     "unlabelled": "images without labels",
     "per_image_parameters": "per-image parameters, in all",
     "available_memory_bytes": "available memory",

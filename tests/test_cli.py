@@ -261,7 +261,7 @@ def test_a_long_job_in_a_pipe_says_how_far_it_is(
     command = command.replace("STUDENT", str(run / "phase_b" / "standard"))
     code, _, err = in_process(*command.split(), *where, cwd=tmp_path)
     assert code == 0, err
-    assert re.search(r"^[\w.]+: 100%, [\d.e+]+ images/s$", err, re.MULTILINE), err
+    assert re.search(r"^[\w.]+: 100%, [\d.e+]+ images/s, 0 s left$", err, re.MULTILINE), err
 
 
 def test_a_training_says_what_it_does_and_what_may_follow(tmp_path, capfd):

@@ -21,8 +21,10 @@ from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings.load import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError, mistake_of
+from gaupipe.system.progress import duration
 from gaupipe.teachers.gaussian import GaussianTeacher
 from gaupipe.teachers.gaussian_vit import GaussianViT
+from gaupipe.vit.saving import save_student
 from stages import plan
 from stages.runs import resources, timing
 from stages.runs.resources import check_resources, make_plan
@@ -216,6 +218,26 @@ def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):
     assert "1,281,167" in table and "does not fit: " in table
 
 
+def test_the_export_of_a_model_takes_what_its_store_holds(tmp_path, in_process):
+    """The arrays of a written store of three images, read by zarr, but for the files' names."""
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2)
+    save_student(vit, tmp_path / "vit")
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        Image.new("RGB", (32, 32)).save(tmp_path / "photos" / f"{number}.png")
+    export = ["export-maps", "--model", "vit", "--images", "photos", "--out", "maps.zarr"]
+    code, _, err = in_process(*export, cwd=tmp_path)
+    assert code == 0, err
+    code, out, err = in_process("plan", "--model", "vit", "--images", 3, "--json", cwd=tmp_path)
+    assert code == 0, err
+    planned = json.loads(out)
+    arrays = dict(zarr.open_group(tmp_path / "maps.zarr", mode="r").arrays())
+    del arrays["names"]
+    written = sum(array.nbytes for array in arrays.values())
+    assert planned["stages"]["export"]["disk_bytes"] == written
+    assert planned["total"]["seconds"] > 0 and planned["images"] == 3
+
+
 def test_seconds_are_those_of_steps_without_the_first(monkeypatch):
     """A step of 10 ms for each image, and a first one that takes longer."""
     clock = [0.0]
@@ -231,7 +253,7 @@ def test_seconds_are_those_of_steps_without_the_first(monkeypatch):
     assert max(seen) == 32
     assert timing.seconds_per_image(step, 10_000) == pytest.approx(0.01)
     assert max(seen) == 100  # of a second
-    assert [timing.duration(seconds) for seconds in (7.4, 150, 7200)] == ["7 s", "2.5 min", "2.0 h"]
+    assert [duration(seconds) for seconds in (7.4, 150, 7200)] == ["7 s", "2.5 min", "2.0 h"]
 
 
 LARGE = ["model.args={embed_dim: 65536, num_heads: 4}", "device=cpu"]

@@ -167,6 +167,20 @@ def test_a_finished_student_is_not_trained_again(trained):
         train.run(load("digits", [*TINY, "train.epochs=4"]), trained, resume=True)
 
 
+def test_a_copied_run_goes_on_with_its_own_settings(trained, tmp_path, in_process):
+    """As on another machine, where nobody repeats what the run began with."""
+    copied = shutil.copytree(trained, tmp_path / "copied")
+    before = metrics(copied / "plain/standard/metrics.jsonl")
+    code, _, err = in_process("train", "--run-dir", copied, "--resume")
+    assert code == 0 and "nothing is left to train" in err, err
+    code, _, err = in_process("train", "--run-dir", copied, "--student", "xsa", cwd=tmp_path)
+    assert code == 0, err
+    assert len(metrics(copied / "plain/xsa/metrics.jsonl")) == len(before) == 3
+    assert RunDirectory(copied).settings() == RunDirectory(trained).settings()
+    code, _, err = in_process("train", "digits", "--run-dir", copied, "--resume")
+    assert code == 2 and "other settings" in err
+
+
 def test_a_plan_says_what_a_training_takes(trained, in_process, tmp_path):
     code, out, err = in_process("plan", trained / "config.yaml", "--train", "--json", cwd=tmp_path)
     assert code == 0, err

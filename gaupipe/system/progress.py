@@ -135,7 +135,8 @@ class EpochProgress:
         if self._bar:
             self._bar.update(self._task, completed=self._done, speed=f"{speed:,.0f} images/s")
         elif now - self._said >= SILENCE:
-            self.line(f"{self.label}: {self._done / self.total:.0%}, {speed:,.2g} images/s")
+            done = f"{self._done / self.total:.0%}, {speed:,.2g} images/s"
+            self.line(f"{self.label}: {done}, {duration((self.total - self._done) / speed)} left")
 
     @property
     def is_stale(self) -> bool:
@@ -162,6 +163,14 @@ class EpochProgress:
         """Prints a line above the bar."""
         self._said = time.monotonic()
         say(text)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that one would say them in."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def spread(rows: Sequence[T], most: int) -> list[T]:

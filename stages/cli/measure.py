@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gaupipe.settings.places import check_data
+from gaupipe.settings.places import check_data, check_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, from_here
 from stages.begin import check_maps
@@ -222,6 +222,10 @@ def plan(
         int | None, option("--images N", "Training images of a set that is not here.", min=1)
     ] = None,
     classes: Annotated[int | None, option("--classes C", "Classes of that set.", min=2)] = None,
+    model: Annotated[
+        str | None,
+        option("--model NAME", "With --images: plan the export of this ViT's maps."),
+    ] = None,
     world_size: Annotated[
         int, option("--world-size W", "Plan for W processes (torchrun).", min=1, max=100_000)
     ] = 1,
@@ -235,6 +239,9 @@ def plan(
     if unlabelled is not None and (plain or images is not None):
         other = "--train" if plain else "--images"
         raise UserError(f"--unlabelled {unlabelled}: leave it out with {other}")
+    if model is not None:
+        plan_export(model, images, as_json)
+        return
     overrides = with_unlabelled(overrides, unlabelled)
     settings, folder = read_settings(config, overrides, run_dir, data, plain=plain)
     if plain and world_size > 1:
@@ -244,6 +251,20 @@ def plan(
 
     described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
     planned = stage.run(settings, folder, plain=plain, timed=True, **described)
+    show(planned, as_json, stage.tables(planned))
+    if planned["problem"] and not as_json:
+        print(f"does not fit: {planned['problem']}")
+
+
+def plan_export(model: str, images: int | None, as_json: bool) -> None:
+    """Prints the plan of 'export-maps --model'."""
+    if images is None:
+        raise UserError(f"--model {model}: name the number of images with --images N")
+    check_model(model)
+    with begins(f"plan: export of the maps of {model}"):
+        from stages import plan as stage
+
+    planned = stage.run_export(model, images)
     show(planned, as_json, stage.tables(planned))
     if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")

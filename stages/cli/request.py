@@ -157,16 +157,20 @@ def read_settings(
     the GauTransformer paper's teacher where nothing speaks for another one, in place of the one
     that evidence speaks for. ``student`` is the
     attention that is to be trained, None that of the settings. With a trained ``teacher`` what a
-    configuration leaves open follows from it. A run on a folder of images that has begun has its
-    own."""
+    configuration leaves open follows from it. A run that has begun has its own, unless the
+    command names a configuration."""
     overrides = overrides or []
     settings: Any = None
     if data is None:
-        from gaupipe.settings.load import load
+        from gaupipe.settings.load import load, load_merged
 
-        config = "digits" if config is None else config
         if student is not None:
             overrides = [*overrides, f"model.attention={student}"]
+        if config is None and run_dir is not None:
+            begun = RunDirectory(run_dir).config
+            if begun.is_file():  # a run that goes on has its own settings, wherever it lies
+                return load_merged(begun, overrides), run_dir
+        config = "digits" if config is None else config
         settings = load(config, overrides)
         folder = run_dir or Path("runs") / Path(config).stem
         if teacher is None:

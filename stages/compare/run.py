@@ -24,7 +24,7 @@ from gaupipe.system import digests
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.system.progress import say
+from gaupipe.system.progress import duration, say
 from gaupipe.teachers.base import outline
 from gaupipe.training import loggers
 from gaupipe.training.curves import save
@@ -38,7 +38,7 @@ from stages.compare.tables import tables
 from stages.compare.trainings import RowTraining, as_teacher
 from stages.compare.workers import train
 from stages.runs.locks import locked
-from stages.runs.timing import duration, student_seconds, teacher_seconds
+from stages.runs.timing import student_seconds, teacher_seconds
 
 
 def run(

@@ -131,6 +131,7 @@ def planned_schema(teacher: Teacher, export: ExportSettings, images: int) -> sto
         teacher_sha256="",
         embedding_dim=teacher.network.decoder.embedding if export.kind == "embedding" else None,
         features_dim=teacher.features if export.features else None,
+        prefix_tokens=teacher.kept_prefix if maps else 0,
         encoding=str(export.encoding),
         k=export.k,
         views=views,

@@ -10,7 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+import store
+from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import choose_precision, select_device
 from gaupipe.teachers.base import Teacher
@@ -92,9 +95,19 @@ def teacher_seconds(teacher: Teacher, images: int) -> tuple[float, float]:
     return teacher.settings.phase_a.most_epochs * seconds, seconds / 3
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the unit that one would say them in."""
-    for unit, length in (("h", 3600), ("min", 60)):
-        if seconds >= 1.5 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.0f} s"
+def export_seconds(teacher: Teacher, schema: store.Schema) -> float:
+    """Seconds that a teacher takes for the maps in a store of this schema."""
+    data = teacher.data
+    size = (data.channels, data.image_size, data.image_size)
+    generator = torch.Generator(teacher.device)
+
+    def step(count: int) -> None:
+        images = torch.randn(count, *size, device=teacher.device)
+        batch = Batch(images, torch.zeros(count, dtype=torch.long), torch.arange(count))
+        made = teacher.outputs(batch, generator, image_ids=None, with_maps=schema.has_maps)
+        stored = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, torch.float32)
+        for array in stored.values():
+            array.cpu()
+
+    batch_size = teacher.settings.data.eval_batch_size
+    return schema.num_images * seconds_per_image(step, batch_size)
