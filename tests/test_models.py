@@ -75,6 +75,21 @@ def test_match_params_measures_the_ffn_that_the_model_has(mlp_layer, options, at
     assert abs(matched - parameters(PICO, **sizes)) <= a_step / 2
 
 
+def test_match_params_and_options_reach_any_vit_of_timm():
+    base = "deit_small_patch16_224"
+    own = parameters(base, depth=2)
+    options = {"attention": "belief2", "attention_options": {"zz": False}}
+    converted = {"base": base, "depth": 2, **options}
+    assert parameters("gauvit_converted", **converted) == own + 2 * 384**2  # W_p
+    matched = parameters("gauvit_converted", match_params=True, **converted)
+    assert abs(matched - own) <= 2 * (2 * 384 + 1) / 2  # half a hidden unit of each block
+    with pytest.raises(UserError, match="match_params: trained weights keep their FFN"):
+        timm.create_model("gauvit_converted", pretrained=True, match_params=True, **converted)
+    swiglu = {"mlp_layer": SwiGLU, **converted}
+    with pytest.raises(UserError, match="match_params: deit_small.* has an FFN without fc1"):
+        timm.create_model("gauvit_converted", match_params=True, **swiglu)
+
+
 def test_match_params_does_not_change_what_the_seed_draws():
     def drawn(**ffn):
         torch.manual_seed(0)
@@ -205,6 +220,29 @@ def test_forward_with_maps_is_the_models_own_forward_pass(name, kwargs):
     for block, row in zip(model.blocks, rows, strict=True):
         assert row.shape == (3, block.attn.num_heads, tokens, tokens) and row.dtype == torch.float32
         torch.testing.assert_close(row.exp().sum(-1), torch.ones(row.shape[:-1]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", comparing())
+def test_attentions_train_as_timms_train_script_runs_them(key):
+    """With --torchcompile, --amp and --grad-checkpointing the gradients are those without."""
+    sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 3}
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", attn_layer=f"gau_{key}", **sizes).train()
+    images, labels = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+
+    def gradients(forward):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(forward(images), labels)
+        loss.backward()
+        return torch.cat([one.grad.flatten() for one in model.parameters()])
+
+    plain = gradients(model)
+    model.set_grad_checkpointing()
+    compiled = gradients(torch.compile(model, backend="aot_eager"))
+    assert torch.nn.functional.cosine_similarity(plain, compiled, dim=0) > 0.99
+    assert compiled.norm() == pytest.approx(plain.norm(), rel=0.05)
 
 
 def test_maps_stay_as_many_while_gradients_are_computed():

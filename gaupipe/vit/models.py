@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,8 +160,13 @@ class GauViT(VisionTransformer):
         attn_layer = bind_options(attention_type, options, **more)
         block_fn: Callable[..., Block] = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
         if match_params:
+            all_arguments = {**TIMM_ARGUMENTS, **kwargs, "block_fn": block_fn}
+            all_arguments |= {"device": "meta", "weight_init": "skip"}
             kwargs["mlp_ratio"] = matching_mlp_ratio(
-                attn_layer, {**TIMM_ARGUMENTS, **kwargs, "block_fn": block_fn}
+                attn_layer,
+                lambda **changes: VisionTransformer(**{**all_arguments, **changes}),
+                all_arguments["embed_dim"],
+                all_arguments["mlp_ratio"],
             )
         if kwargs.get("mlp_ratio") == 0:
             block_fn = without_ffn(block_fn)
@@ -200,35 +206,34 @@ def grid_of(arguments: dict[str, Any]) -> tuple[int, int] | None:
     return height // patch[0], width // patch[1]
 
 
-def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict[str, Any]) -> float:
+def matching_mlp_ratio(
+    attn_layer: type[nn.Module], build: Callable[..., Any], dim: int, mlp_ratio: float
+) -> float:
     """The FFN's width, over d, at which a block with this attention has as many parameters as one
     with the standard attention; 0 where nothing is left of the FFN.
 
-    ``arguments`` are all of timm's ``VisionTransformer``. Parameters are counted in blocks without
-    memory, so with any ``mlp_layer``. Raises UserError where the attention adds more than the FFN
-    has.
+    ``build`` makes a ViT, without memory, of keywords of timm's ``VisionTransformer``; ``dim`` and
+    ``mlp_ratio`` are those that it has without them. Parameters are counted, so with any
+    ``mlp_layer``. Raises UserError where the attention adds more than the FFN has.
     """
-    dim = arguments["embed_dim"]
-    hidden = int(dim * arguments["mlp_ratio"])
+    hidden = int(dim * mlp_ratio)
 
     def size(attention: type[nn.Module], hidden: int) -> int:
         """Parameters of a block whose FFN has a hidden width of at least 1."""
         ratio = (hidden + 0.5) / dim  # timm takes int(dim * mlp_ratio)
-        one = {"attn_layer": attention, "mlp_ratio": ratio, "depth": 1}
-        one = {**arguments, **one, "device": "meta", "weight_init": "skip"}
-        return count_parameters(VisionTransformer(**one).blocks)
+        return count_parameters(build(attn_layer=attention, mlp_ratio=ratio, depth=1).blocks)
 
     some = hidden or 2  # without an FFN any width tells what the attention adds
     extra = size(attn_layer, some) - size(ATTENTION["standard"], some)
     if not extra:
-        return arguments["mlp_ratio"]
+        return mlp_ratio
     a_unit = (size(attn_layer, 2 * some) - size(attn_layer, some)) / some
     exact = hidden - extra / a_unit
     nearest = round(exact)
     if nearest < 0:
         raise UserError(
             f"match_params: the attention adds {extra} parameters to a block, more than an FFN of "
-            f"mlp_ratio {arguments['mlp_ratio']} has; use a larger mlp_ratio or leave match_params "
+            f"mlp_ratio {mlp_ratio} has; use a larger mlp_ratio or leave match_params "
             "out"
         )
     try:
@@ -310,13 +315,26 @@ def gauvit_converted(
     base: str = "deit_small_patch16_224",
     attention: str = "standard",
     attention_options: dict[str, Any] | None = None,
+    match_params: bool = False,
     **kwargs: Any,
 ) -> VisionTransformer:
-    """Any of timm's entrypoints of a ``VisionTransformer``, ``base``, with another attention and
-    its options. What :func:`gaupipe.models.convert` makes of a timm model is saved under this
-    name."""
+    """Any of timm's entrypoints of a ``VisionTransformer``, ``base``, with another attention, its
+    options, and ``match_params`` as :class:`GauViT` has it. What :func:`gaupipe.models.convert`
+    makes of a timm model is saved under this name."""
     options = dict(attention_options or {})
     attention_type = bind_options(attention_class(attention), options)
-    model: Any = model_entrypoint(base)(pretrained, attn_layer=attention_type, **kwargs)
+    build = model_entrypoint(base)
+    if match_params:
+        if pretrained:
+            raise UserError("match_params: trained weights keep their FFN: leave it out")
+        without_memory = partial(build, **{**kwargs, "device": "meta"})
+        first: Any = without_memory().blocks[0]
+        ffn = getattr(first.mlp, "fc1", None)
+        if ffn is None:
+            raise UserError(f"match_params: {base} has an FFN without fc1: leave it out")
+        dim = ffn.in_features
+        ratio = ffn.out_features / dim
+        kwargs["mlp_ratio"] = matching_mlp_ratio(attention_type, without_memory, dim, ratio)
+    model: Any = build(pretrained, attn_layer=attention_type, **kwargs)
     model.gaupipe_args = dict(kwargs, base=base, attention=attention, attention_options=options)
     return model
