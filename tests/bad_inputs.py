@@ -967,6 +967,12 @@ DATA = [
         copy("elsewhere", "pictures/train/unlabelled"),
     ),
     Row("plan --unlabelled pictures --images 9 --classes 2", "--unlabelled pictures --images"),
+    Row("plan --model vit_tiny_patch16_224", "--model vit_tiny_patch16_224 --data --images"),
+    Row("plan digits --model vit_tiny_patch16_224 --images 9", "CONFIG digits --model"),
+    Row("plan --model resnet18 --images 9", "resnet18"),
+    Row("plan --model local-dir:absent --images 9", "no folder absent"),
+    Row("curves pictures", "pictures nothing metrics.jsonl"),
+    Row("curves --out a.txt", "--out a.txt .png"),
     Row("plan --unlabelled pictures --train", "--unlabelled pictures --train"),
     Row(
         "run tiny.yaml --unlabelled pictures --set data.unlabelled=pictures",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from stages.cli.options import (
     AsJson,
     ConfigArgument,
     DataFolder,
+    Download,
     NewRunDir,
     Overrides,
     Plain,
@@ -37,6 +39,7 @@ from stages.cli.request import (
     read_settings,
     stored_maps,
     student_folder,
+    with_model,
     with_unlabelled,
 )
 from stages.runs.directory import RunDirectory
@@ -224,8 +227,13 @@ def plan(
     classes: Annotated[int | None, option("--classes C", "Classes of that set.", min=2)] = None,
     model: Annotated[
         str | None,
-        option("--model NAME", "With --images: plan the export of this ViT's maps."),
+        option(
+            "--model NAME",
+            "With --data: should a training begin with this ViT, or from random weights? With "
+            "--images: plan the export of its maps.",
+        ),
     ] = None,
+    download: Download = False,
     world_size: Annotated[
         int, option("--world-size W", "Plan for W processes (torchrun).", min=1, max=100_000)
     ] = 1,
@@ -240,7 +248,15 @@ def plan(
         other = "--train" if plain else "--images"
         raise UserError(f"--unlabelled {unlabelled}: leave it out with {other}")
     if model is not None:
-        plan_export(model, images, as_json)
+        for name, value in {"CONFIG": config, "--run-dir": run_dir, "--classes": classes}.items():
+            if value is not None:
+                raise UserError(f"{name} {value}: leave it out with --model {model}")
+        if (data is None) == (images is None):
+            raise UserError(f"--model {model}: give --data FOLDER or --images N with it")
+        if data is not None:
+            compare_beginnings(data, model, overrides, download, as_json)
+        elif images is not None:
+            plan_export(model, images, as_json)
         return
     overrides = with_unlabelled(overrides, unlabelled)
     settings, folder = read_settings(config, overrides, run_dir, data, plain=plain)
@@ -256,10 +272,8 @@ def plan(
         print(f"does not fit: {planned['problem']}")
 
 
-def plan_export(model: str, images: int | None, as_json: bool) -> None:
+def plan_export(model: str, images: int, as_json: bool) -> None:
     """Prints the plan of 'export-maps --model'."""
-    if images is None:
-        raise UserError(f"--model {model}: name the number of images with --images N")
     check_model(model)
     with begins(f"plan: export of the maps of {model}"):
         from stages import plan as stage
@@ -268,3 +282,31 @@ def plan_export(model: str, images: int | None, as_json: bool) -> None:
     show(planned, as_json, stage.tables(planned))
     if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")
+
+
+def compare_beginnings(
+    data: Path, model: str, overrides: list[str] | None, download: bool, as_json: bool
+) -> None:
+    """Prints whether a training on a folder of images should begin with a model."""
+    check_data(data)
+    small_overrides = overrides or []
+    tuned_overrides = with_model(overrides, "model.name", model, download)
+    with begins(f"plan: looks at some images in {data}, and at what {model} sees of them"):
+        from stages import which_way as stage
+        from stages.runs.chosen_settings import settings_for
+
+    nowhere = Path("runs")  # no run goes on here
+    small, _ = settings_for(data, small_overrides, nowhere, plain=True)
+    tuned, _ = settings_for(data, tuned_overrides, nowhere, plain=True)
+    way = stage.run(small, tuned)
+    if as_json:
+        print(json.dumps(vars(way) | {"pretrained": way.pretrained}))
+        return
+    print("\n".join(stage.lines(way, model)))
+    training = ["gaupipe", "train", "--data", data]
+    if way.pretrained:
+        told = f"what {model} sees tells these images apart better than gradients do"
+        training += ["--model", model, *["--download"] * download]
+    else:
+        told = f"gradients tell these images apart as well as what {model} sees"
+    say(f"{told}: begin with", training)
