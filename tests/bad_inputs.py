@@ -972,7 +972,7 @@ DATA = [
     Row("plan --model resnet18 --images 9", "resnet18"),
     Row("plan --model local-dir:absent --images 9", "no folder absent"),
     Row("curves pictures", "pictures nothing metrics.jsonl"),
-    Row("curves --out a.txt", "--out a.txt .png"),
+    Row("curves runs/tiny --out a.txt", "--out a.txt .png"),
     Row("plan --unlabelled pictures --train", "--unlabelled pictures --train"),
     Row(
         "run tiny.yaml --unlabelled pictures --set data.unlabelled=pictures",

@@ -242,7 +242,7 @@ def test_attentions_train_as_timms_train_script_runs_them(key):
     model.set_grad_checkpointing()
     compiled = gradients(torch.compile(model, backend="aot_eager"))
     assert torch.nn.functional.cosine_similarity(plain, compiled, dim=0) > 0.99
-    assert compiled.norm() == pytest.approx(plain.norm(), rel=0.05)
+    torch.testing.assert_close(compiled.norm(), plain.norm(), rtol=0.05, atol=0)
 
 
 def test_maps_stay_as_many_while_gradients_are_computed():
