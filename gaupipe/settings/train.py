@@ -16,7 +16,7 @@ class OptimSettings(Section):
 
     name: str = "muon"
     """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``. Muon updates
-    matrices, and leaves [the other weights](training.md#muon-and-adamw) to AdamW."""
+    matrices, and leaves [the other weights](your-own-images.md#from-random-weights) to AdamW."""
     lr: Rate = 4e-3
     """Learning rate after the warm-up."""
     args: Keywords = {}
