@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.utils import CheckpointSaver, ModelEmaV3
 
 from gaupipe.attention import comparing
 from gaupipe.models import convert, save_student
@@ -79,6 +80,38 @@ def test_weights_of_our_own_are_loaded_as_they_are_and_without_a_word(key, tmp_p
             by_checkpoint(tmp_path / "student", attn_layer=f"gau_{key}"),
         ):
             torch.testing.assert_close(again.eval()(IMAGES), model(IMAGES), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("key", ("belief", "belief2", "attentionx"))
+def test_a_training_of_timms_goes_on_with_the_weights_that_it_saved(published, key, tmp_path):
+    """The ways of timm's train.py, --model-ema and avg_checkpoints.py: nothing is converted
+    twice."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the outputs are others now
+        trained = by_folder(published[1], attn_layer=f"gau_{key}").eval()
+    average = ModelEmaV3(trained)
+    average.update(trained)
+    saver = CheckpointSaver(
+        trained, torch.optim.SGD(trained.parameters()), model_ema=average, checkpoint_dir=tmp_path
+    )
+    saver.save_checkpoint(epoch=0)
+    checkpoint = tmp_path / "last.pth.tar"
+    weights = timm.models.load_state_dict(checkpoint)
+    mean = {name: ((w.double() + w.double()) / 2).float() for name, w in weights.items()}
+    torch.save(mean, tmp_path / "mean.pth")
+
+    resumed = timm.create_model(TINY, attn_layer=f"gau_{key}", **SIZES)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        assert timm.models.resume_checkpoint(resumed, checkpoint) == 1
+        for again in (
+            resumed,
+            timm.create_model(
+                TINY, attn_layer=f"gau_{key}", checkpoint_path=str(checkpoint), **SIZES
+            ),
+            by_checkpoint(tmp_path, attn_layer=f"gau_{key}"),
+        ):
+            torch.testing.assert_close(again.eval()(IMAGES), trained(IMAGES), rtol=0, atol=0)
 
 
 def test_a_loaded_belief2_is_saved_with_the_phi_that_it_computes(published, tmp_path):

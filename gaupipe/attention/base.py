@@ -169,7 +169,7 @@ class StudentAttention(Attention):
                 "weights: build the model without pretrained=True"
             )
         if note is not None:
-            self.check_note(bytes(note.tolist()).decode())
+            self.check_note(bytes(note.byte().tolist()).decode())  # averaged weights are floats
         elif self.marks_weights and self.of_standard(state_dict, prefix):
             self.load_standard(state_dict, prefix)
             if not self.starts_as_standard:
