@@ -22,7 +22,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
 from gaupipe.system.terminal import aligned
-from gaupipe.vit.heads import classifies
+from gaupipe.vit.heads import classifies, probabilities
 from gaupipe.vit.pretrained import load_model
 from gaupipe.vit.saving import class_names
 
@@ -83,8 +83,8 @@ def run(
     @torch.inference_mode()
     def classify(inputs: list[Tensor]) -> Iterator[Classes]:
         if inputs:
-            logits = model(torch.stack(inputs).to(device)).float().cpu()  # [B, C]
-            yield from most_probable(logits.softmax(-1), names, top)
+            logits = model(torch.stack(inputs).to(device)).cpu()  # [B, C]
+            yield from most_probable(probabilities(logits), names, top)
 
     predictions = []
     with ThreadPoolExecutor() as pool, EpochProgress("predict", len(images), 1) as progress:

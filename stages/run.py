@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
-from gaupipe.system.terminal import fitted
+from gaupipe.system.terminal import say
 from gaupipe.training.scores import percent
 from gaupipe.training.student import checked_student
 from stages import export, phase_a, phase_b
@@ -101,7 +100,7 @@ def say_if_shorter(run: RunDirectory, attention: str, epochs: int) -> None:
         folder = run.student(attention, distilled=False)
         both = f"both phases have {epochs} epochs"
         line = f"gaupipe: {folder} is from before phase A: {both}"
-        print(fitted(line, sys.stderr), file=sys.stderr)
+        say(line)
 
 
 def line_of_teacher(metrics: list[EpochMetrics], val_images: int) -> Line:

@@ -102,7 +102,7 @@ def test_inspect(finished, in_process):
     summary = json.loads(in_process("inspect", "run/maps.zarr", "--json", cwd=folder)[1])
     assert (summary["kind"], summary["images"], summary["complete"]) == ("embedding", 200, True)
     lines = in_process("inspect", "run/maps.zarr", cwd=folder)[1].splitlines()
-    assert "{" not in "".join(lines) and "data.name digits" in map(" ".join, map(str.split, lines))
+    assert "{" not in "".join(lines) and "dataset digits" in map(" ".join, map(str.split, lines))
     one = ["inspect", "run/maps.zarr", "--image", 7, "--layer", 1, "--head", 0, "--query", 5]
     seen = json.loads(in_process(*one, "--json", cwd=folder)[1])
     assert np.sum(seen["map"]) == pytest.approx(1, abs=1e-4) and np.shape(seen["map"]) == (4, 4)
@@ -270,7 +270,7 @@ def test_a_training_says_what_it_does_and_what_may_follow(tmp_path, capfd):
     said = capfd.readouterr().err.splitlines()
     into = "digits, gauvit_pico_patch2_8, attention xsa, into runs/digits/plain/xsa"
     assert said[0] == f"gaupipe: training: {into} ..."
-    assert said[1].startswith("xsa (plain): 200 images, 10 classes, ")
+    assert said[1].startswith("xsa (plain): 200 images, ")
     assert said[1].endswith(" parameters, cpu, float32, epochs 1 to 1")
     assert said[-2:] == [
         "gaupipe: next: gaupipe evaluate --run-dir runs/digits --student xsa",

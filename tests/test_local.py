@@ -170,7 +170,7 @@ def local_run(tmp_path_factory) -> Path:
 def test_the_phases_say_in_one_line_that_nothing_is_trained_or_stored(tmp_path, in_process):
     run = tmp_path / "run"
     code, _, err = in_process("phase-a", "--run-dir", run, *sets("phase_b.alpha=0.2"))
-    assert code == 0 and err.count("\n") == 2 and "need no training" in err and "alpha" in err
+    assert code == 0 and err.count("\n") == 2 and "needs no training" in err
     assert f"next: gaupipe phase-b --run-dir {run}" in err
     code, out, err = in_process("export-maps", "--run-dir", run)
     assert (code, out) == (0, "") and err.count("\n") == 1 and "needs no store" in err

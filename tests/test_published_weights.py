@@ -82,7 +82,7 @@ def test_weights_of_our_own_are_loaded_as_they_are_and_without_a_word(key, tmp_p
             torch.testing.assert_close(again.eval()(IMAGES), model(IMAGES), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("key", ("belief", "belief2", "attentionx"))
+@pytest.mark.parametrize("key", ["belief", "belief2", "attentionx"])
 def test_a_training_of_timms_goes_on_with_the_weights_that_it_saved(published, key, tmp_path):
     """The ways of timm's train.py, --model-ema and avg_checkpoints.py: nothing is converted
     twice."""

@@ -4,6 +4,7 @@ import io
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 from rich.console import Console
 
@@ -11,6 +12,7 @@ from gaupipe.system import progress
 from gaupipe.system.progress import EpochProgress
 from gaupipe.system.terminal import aligned, fitted
 
+ROOT = Path(__file__).parent.parent
 COMMAND = "gaupipe phase-b --run-dir runs/a-folder --name another-student --no-distill"
 
 
@@ -51,6 +53,21 @@ def test_a_path_that_does_not_fit_a_table_is_a_line_of_its_own(monkeypatch):
     rows.append(("hat", f"photos/{40 * 'x'}.jpg"))
     assert aligned(rows, Terminal())[-2:] == ["hat", f"  {rows[-1][1]}"]
     assert aligned(rows, io.StringIO())[-1] == f"hat    {rows[-1][1]}"
+
+
+def test_brackets_in_a_path_are_no_markup(capsys):
+    progress.shared_console.cache_clear()
+    progress.say("into runs/[bold]x[/bold]")
+    progress.shared_console.cache_clear()
+    assert capsys.readouterr().err == "into runs/[bold]x[/bold]\n"
+
+
+def test_lines_for_a_terminal_are_printed_in_one_place():
+    """Only there are they broken between words."""
+    for folder in ("gaupipe", "stages"):
+        for path in (ROOT / folder).rglob("*.py"):
+            prints = re.findall(r"print\((?!WAITS|\" \").*file=sys.stderr", path.read_text())
+            assert not prints or path.name == "terminal.py", path
 
 
 def test_a_bar_inside_another_one_is_gone_when_it_ends(monkeypatch):

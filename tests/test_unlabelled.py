@@ -492,7 +492,7 @@ def test_accuracy_and_loss_of_an_epoch_are_those_of_images_with_labels(mine, tmp
     [epoch] = state.metrics
     assert epoch["train_acc"] == pytest.approx((logits.argmax(1) == labels).mean(), abs=1e-6)
     assert epoch["loss_hard"] == pytest.approx(cross_entropies(logits, targets).mean(), rel=1e-4)
-    assert "61 images (40 of them without labels), 2 classes" in capfd.readouterr().err
+    assert "61 images (40 of them without labels), " in capfd.readouterr().err
     lines = [
         json.loads(line) for line in (tmp_path / "out" / "steps.jsonl").read_text().splitlines()
     ]

@@ -1,6 +1,7 @@
 """Runs with images without labels: what is stored of both kinds of images, and what a student
 learns from it."""
 
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -100,6 +101,17 @@ def test_teacher_and_student_see_the_same_pixels_and_its_network_says_what_is_st
     both = Batches(data.with_unlabelled(), data, CPU, 5).in_order()
     assert torch.equal(torch.cat([batch.images for batch in both]), torch.cat(seen))
     assert "labels" not in stores[1].schema.arrays()
+
+
+def test_inspect_says_where_the_images_are(finished, in_process):
+    code, out, _ = in_process("inspect", finished / "run/unlabelled.zarr", "--json")
+    assert code == 0 and json.loads(out)["dataset"] == "mine"
+    assert json.loads(out)["data"] == {
+        "root": str(finished / "mine"),
+        "unlabelled": None,
+        "train_images": None,
+        "image_size": 8,
+    }
 
 
 # what a student learns

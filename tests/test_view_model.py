@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import gaupipe.models  # noqa: F401
 import store
@@ -19,10 +20,11 @@ from gaupipe.system.files import alone_in
 from gaupipe.teachers.files import fitted, open_model
 from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import run_blocks
+from stages import predict
 from stages.runs import resources
 from stages.view.page import write_page
 from stages.view.serve import model_viewer, open_viewer
-from viewing import Page, serving, unpacked
+from viewing import Page, get, serving, unpacked
 from vits import eager_maps, randomised
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3)
@@ -299,6 +301,23 @@ def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     model = timm.create_model("vit_tiny_patch16_224", **SIZES | dict(img_size=256))
     size, note = fitted(model)
     assert size == 160 and "--image-size 256 shows all" in note
+
+
+def test_outputs_that_are_no_numbers_are_refused(pictures, tmp_path):
+    """JSON has no word for NaN."""
+    name = saved(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    del config["sha256"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    save_file(weights | {"head.weight": weights["head.weight"] * np.nan}, file)
+    viewer = model_viewer(open_model(name, [pictures], to_look=True)[0])
+    with serving(viewer) as address:
+        code, content, _ = get(f"{address}/api/image/0")
+    assert code == 404 and "outputs are not all numbers" in json.loads(content)["error"]
+    with pytest.raises(UserError, match="outputs are not all numbers"):
+        predict.run(name, [pictures])
 
 
 def test_a_file_that_is_no_image_is_refused_by_name(tmp_path, model):

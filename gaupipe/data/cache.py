@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from torch import Tensor
 from gaupipe.system import machine, signals
 from gaupipe.system.files import alone_in, flush, partial_prefix, whole_file, write_whole
 from gaupipe.system.progress import EpochProgress
+from gaupipe.system.terminal import say
 
 UNUSED_DAYS = 60
 """Images that nobody has read for so long are removed when others are kept."""
@@ -113,11 +113,10 @@ class ImageCache:
                 if not self.open() and self.fits():
                     self._make(image_of)
         except OSError as error:
-            print(
+            say(
                 f"data.cache: decoded images cannot be kept in {self.path.parent} "
                 f"({error.strerror}): they are decoded in every epoch; GAUPIPE_CACHE names "
-                "another folder",
-                file=sys.stderr,
+                "another folder"
             )
             self.enabled = False  # else each epoch would try, and say so, again
 

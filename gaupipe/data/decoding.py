@@ -7,7 +7,7 @@ import contextlib
 import functools
 import io
 import os
-import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -17,6 +17,7 @@ from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from gaupipe.system.errors import UserError
+from gaupipe.system.terminal import say
 
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
 """Pillow's formats whose signatures are strong: no damaged file passes for one of them."""
@@ -30,6 +31,9 @@ DARK = 0.25
 
 MANY = 1000
 """Of so many values one may be higher."""
+
+SAID = threading.Event()
+"""Set once a process has told of an image that is almost black."""
 
 BITS = 258
 PHOTOMETRIC = 262
@@ -63,12 +67,12 @@ def read_rgb(file: BinaryIO) -> Image.Image:
     It is turned as its EXIF orientation says. Pillow's ImageCms converts colours by the profile
     that the file holds; without one, and with one that does not fit, they become RGB as Pillow
     converts them. What is transparent is laid on white. Values of 16 bits are scaled to 8 bits,
-    and so are grey values that are fractions from 0 to 1; one line on stderr tells of an image
-    whose white seems to be less. Raises what Pillow raises, and ValueError for grey values of
+    and so are grey values that are fractions from 0 to 1; one line on stderr tells of the first
+    image whose white seems to be less. Raises what Pillow raises, and ValueError for grey values of
     another range, for a transparent colour of 16 bits, and for a TIFF that Pillow misreads.
     """
     with identify(file) as image:
-        return _rgb(image)
+        return _rgb(image, name_of(file))
 
 
 def check(file: BinaryIO) -> None:
@@ -76,12 +80,17 @@ def check(file: BinaryIO) -> None:
     what :func:`read_rgb` raises."""
     with identify(file) as image:
         image.draft(None, (1, 1))
-        _rgb(image)
+        _rgb(image, name_of(file))
 
 
-def _rgb(opened: ImageFile.ImageFile) -> Image.Image:
+def name_of(file: BinaryIO) -> str:
+    """An open file's path; what stands for it in an archive."""
+    return str(getattr(file, "name", "an image"))
+
+
+def _rgb(opened: ImageFile.ImageFile, name: str) -> Image.Image:
     profile = opened.info.get("icc_profile")
-    image = _of_8_bits(opened)
+    image = _of_8_bits(opened, name)
     alpha = None
     if image.has_transparency_data:
         image = image.convert("LA" if image.mode[0] in "1L" else "RGBA")
@@ -98,7 +107,7 @@ def _rgb(opened: ImageFile.ImageFile) -> Image.Image:
     return image
 
 
-def _of_8_bits(opened: ImageFile.ImageFile) -> Image.Image:
+def _of_8_bits(opened: ImageFile.ImageFile, name: str) -> Image.Image:
     """The pixels, turned as EXIF says."""
     _refuse_misread(opened)
     tags = getattr(opened, "tag_v2", {})  # of TIFF
@@ -107,10 +116,10 @@ def _of_8_bits(opened: ImageFile.ImageFile) -> Image.Image:
         raise ValueError("one of its colours of 16 bits is transparent: give it an alpha channel")
     image = ImageOps.exif_transpose(opened)
     if image.mode == "F" or image.mode.startswith("I"):
-        values = np.asarray(image)
-        return Image.fromarray(_eight_bits(values, white_is_zero=tags.get(PHOTOMETRIC) == 0))
+        white_is_zero = tags.get(PHOTOMETRIC) == 0
+        return Image.fromarray(_eight_bits(np.asarray(image), white_is_zero, name))
     if is_deep:  # Pillow has kept the upper 8 bits
-        _say_if_dark(np.asarray(image.convert("RGB")), 255)
+        _say_if_dark(np.asarray(image.convert("RGB")), 255, name)
     return image
 
 
@@ -127,7 +136,7 @@ def _refuse_misread(opened: ImageFile.ImageFile) -> None:
         raise ValueError("Pillow misreads its planes; save it with each pixel's values together")
 
 
-def _eight_bits(values: np.ndarray, white_is_zero: bool) -> np.ndarray:
+def _eight_bits(values: np.ndarray, white_is_zero: bool, name: str) -> np.ndarray:
     top = 65535 if np.issubdtype(values.dtype, np.integer) else 1
     if not ((values >= 0) & (values <= top)).all():  # NaN is not in the range either
         raise ValueError(
@@ -136,7 +145,7 @@ def _eight_bits(values: np.ndarray, white_is_zero: bool) -> np.ndarray:
         )
     if white_is_zero:
         values = top - values
-    _say_if_dark(values, top)
+    _say_if_dark(values, top, name)
     return np.rint(values * (255 / top)).astype(np.uint8)
 
 
@@ -166,21 +175,17 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     return transform
 
 
-def _say_if_dark(values: np.ndarray, white: int) -> None:
-    """Tells of an image that is dark but for single pixels, which may be hot."""
+def _say_if_dark(values: np.ndarray, white: int, name: str) -> None:
+    """Tells of the first image of a process that is dark but for single pixels, which may be
+    hot."""
     few = 1 + values.size // MANY
-    if np.partition(values, -few, axis=None)[-few] < DARK * white:
-        _say_dark()
-
-
-@functools.cache
-def _say_dark() -> None:
-    """Says once, in each process that reads images, what the white of an image may be."""
-    print(
-        "gaupipe: in an image of more than 8 bits hardly a value is above a quarter of the "
-        "largest, so it is almost black: if its white is less than 65535, as of 10, 12 or 14 "
-        "bits, scale such images to 8 bits first",
-        file=sys.stderr,
+    if np.partition(values, -few, axis=None)[-few] >= DARK * white or SAID.is_set():
+        return
+    SAID.set()
+    say(
+        f"gaupipe: {name}: has more than 8 bits and hardly a value above a quarter of the largest, "
+        "so it is almost black: if its white is less than 65535, as of 10, 12 or 14 bits, scale "
+        "such images to 8 bits first"
     )
 
 

@@ -3,11 +3,8 @@ what else is there."""
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +12,7 @@ from pathlib import Path
 from gaupipe.data.decoding import is_image
 from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
+from gaupipe.system.terminal import say_once
 
 SPLITS = {
     "train": ("train", "training", "train_set", "training_set", "seg_train"),
@@ -326,12 +324,6 @@ def _files(folder: Path) -> Iterator[str]:
 
 def _refuse(error: OSError) -> None:
     raise error
-
-
-@functools.cache
-def say_once(line: str) -> None:
-    if multiprocessing.parent_process() is None:
-        print(line, file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaupipe.data.folder import number_first, say_once, split_of
+from gaupipe.data.folder import number_first, split_of
 from gaupipe.data.images import FileImages, stamp_of
 from gaupipe.data.packed import Images, sources_of
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.imports import pip_install
+from gaupipe.system.terminal import say_once
 
 if TYPE_CHECKING:
     from datasets import Dataset

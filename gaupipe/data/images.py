@@ -8,7 +8,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from gaupipe.data.decoding import RULES, check, identify, read_rgb, refusing
 from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
-from gaupipe.system.terminal import fitted
+from gaupipe.system.terminal import say
 
 UNLABELLED = -1
 """In place of the label of an image that has none."""
@@ -75,7 +74,7 @@ def say_lines(lines: Iterable[str]) -> None:
     """Prints lines on stderr, in the first process alone."""
     if multiprocessing.parent_process() is None:
         for line in lines:
-            print(fitted(line, sys.stderr), file=sys.stderr)
+            say(line)
 
 
 def as_asked(images: FileImages) -> FileImages:

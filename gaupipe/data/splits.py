@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data.folder import say_once
 from gaupipe.data.images import UNLABELLED, FileImages, Source
 from gaupipe.data.sources import open_sources
 from gaupipe.data.unlabelled import JoinedImages, open_unlabelled, without_copies
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import utf8, write_whole
+from gaupipe.system.terminal import say_once
 
 APART = 1 << 62
 """Is added to the ids of images without labels before anything is drawn by them, so that they get

@@ -22,12 +22,12 @@ from gaupipe.data.folder import (
     folders_in,
     is_hidden,
     number_first,
-    say_once,
     split_of,
 )
 from gaupipe.data.images import stamp_of
 from gaupipe.data.packed import Images
 from gaupipe.system.errors import UserError
+from gaupipe.system.terminal import say_once
 
 MOST_LINKS = 40
 """Links to links that are followed, as Linux does."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data.folder import find_splits, images_below, place_of, say_left_out, say_once
+from gaupipe.data.folder import find_splits, images_below, place_of, say_left_out
 from gaupipe.data.hfds import rows_without_labels
 from gaupipe.data.images import UNLABELLED, FileImages, Source, as_asked, stamp_of
 from gaupipe.data.packed import PackedImages
@@ -19,6 +19,7 @@ from gaupipe.data.tar import Archive, find_archives, images_without_labels
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS
 from gaupipe.system.errors import UserError
+from gaupipe.system.terminal import say_once
 
 MOST_DECODED_FIRST = 100_000
 """Of more images only the bytes are read before the first step, because to decode them takes hours:

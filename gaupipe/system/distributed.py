@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from gaupipe.system import terminal
 from gaupipe.system.errors import UserError, mistake_of
-from gaupipe.system.terminal import fitted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -177,7 +177,7 @@ class Watch(threading.Thread):
 
 def say(line: str) -> None:
     """Prints the line about a failure."""
-    print(fitted(f"gaupipe: {' '.join(line.split())}", sys.stderr), file=sys.stderr, flush=True)
+    terminal.say(f"gaupipe: {' '.join(line.split())}")
 
 
 def name_of_start(store: Any, number: int, count: int) -> str:

@@ -54,7 +54,7 @@ class EpochMetrics(TypedDict):
 @functools.cache
 def shared_console() -> Console:
     """One for all bars: a bar that begins inside another one is drawn below it, not over it."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False)  # a path may have brackets
 
 
 def say(text: str) -> None:

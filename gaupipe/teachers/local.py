@@ -5,7 +5,6 @@ Axis letters: H heads, T tokens on a grid (h, w).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
+from gaupipe.system.progress import say
 from gaupipe.teachers.base import MapShape, Outputs, Teacher
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.state import TrainingState
@@ -100,11 +100,7 @@ class LocalTeacher(Teacher):
         """Trains nothing, and says what the teacher is."""
         super().train(state, folder, finished)
         if distributed.is_main():
-            print(
-                f"gaupipe: phase A: local has {self.describe()}, which need no training; "
-                "it predicts nothing, so alpha will be 0",
-                file=sys.stderr,
-            )
+            say("phase A: local needs no training, and phase B makes its maps")
 
     def outputs(self, batch: Batch, generator: torch.Generator, **options: Any) -> Outputs:
         raise NotImplementedError("phase B makes the maps of local")

@@ -7,7 +7,6 @@ Axis letters: B images, C classes.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochMetrics
+from gaupipe.system.terminal import say
 from gaupipe.teachers.base import Outputs, Teacher, metrics_of_no_epoch
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.teachers.probe import Probe, check_probe, fit_probe, load_probe
@@ -189,15 +189,14 @@ class ModelTeacher(Teacher):
         has none yet, and says how good it is; or why there is none, where phase B can do without.
         Collective. Raises UserError where phase B cannot."""
         network = self.network
-        if network.predicts:
+        if network.predicts or self.probe is not None:
             return
         data = self.data
         classes = network.model.num_classes
         other = f"its {classes} classes are not the" if classes else "has no head for the"
         start = f"gaupipe: {network.name}: {other} {network.num_classes} of {data.name}"
         try:
-            if self.probe is None:
-                self.probe = fit_probe(self)
+            self.probe = fit_probe(self)
         except UserError as error:
             if self.settings.phase_b.alpha or not self.forms:
                 raise
@@ -208,13 +207,12 @@ class ModelTeacher(Teacher):
                 f"{100 * self.probe.accuracy:.1f} % of the validation images"
             )
         if distributed.is_main():
-            print(line, file=sys.stderr)
+            say(line)
 
     def say_own_head(self, accuracy: float) -> None:
         """Says how good the teacher's own predictions are, and how its classes were matched."""
         if distributed.is_main():
-            print(
+            say(
                 f"gaupipe: {self.network.name}: its own head predicts the classes, matched by "
-                f"{self.network.matched_by}: {100 * accuracy:.1f} % of the validation images",
-                file=sys.stderr,
+                f"{self.network.matched_by}: {100 * accuracy:.1f} % of the validation images"
             )

@@ -14,7 +14,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from gaupipe.data.batches import Batch
-from gaupipe.data.folder import say_once
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.load import parse
@@ -22,6 +21,7 @@ from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
+from gaupipe.system.terminal import say_once
 from gaupipe.teachers.base import Outputs, Teacher, outline
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher

@@ -124,8 +124,7 @@ def what_is_left(state: TrainingState[Any], update: Update, batches: Batches, to
     if unlabelled:
         images += f" ({unlabelled:,} of them without labels)"
     return (
-        f"{images}, {batches.data.num_classes} classes, "
-        f"{parameters:,} parameters, {update.device}, {state.precision}, "
+        f"{images}, {parameters:,} parameters, {update.device}, {state.precision}, "
         f"epochs {done + 1} to {total}"
     )
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from timm.data import infer_imagenet_subset
 from timm.models import get_pretrained_cfg
+from torch import Tensor
+
+from gaupipe.system.errors import UserError
 
 
 def names_of_tokens(model: Any) -> list[str]:
@@ -21,6 +24,18 @@ def names_of_tokens(model: Any) -> list[str]:
 def reads_class_token(model: Any) -> bool:
     """Whether the head of a timm ViT reads the class token; others average or pool the patches."""
     return getattr(model, "global_pool", None) == "token" and "class" in names_of_tokens(model)
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """softmax of logits [..., C], float32. Raises UserError for logits that are no numbers, which
+    would be sorted somehow, and which JSON has no word for."""
+    shares = logits.float().softmax(-1)
+    if shares.isnan().any():
+        raise UserError(
+            "the model's outputs are not all numbers (NaN): its weights may be damaged, or its "
+            "mean and std are not those of its images"
+        )
+    return shares
 
 
 def classifies(model: Any) -> bool:

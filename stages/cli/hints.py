@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gaupipe.system import distributed
+from gaupipe.system import distributed, terminal
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.system.terminal import fitted
 from stages.begin import importing
 
 
@@ -18,7 +17,7 @@ def say(line: str, command: Sequence[Any] = ()) -> None:
     """A line of rank 0 on stderr; a ``command`` that ends it can be copied from a terminal."""
     if distributed.launch().rank == 0:
         words = [str(word) for word in command]
-        print(fitted(f"gaupipe: {line}", sys.stderr, words), file=sys.stderr)
+        terminal.say(f"gaupipe: {line}", words)
 
 
 @contextlib.contextmanager

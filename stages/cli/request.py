@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 from gaupipe.settings.places import check_data, check_model
 from gaupipe.settings.sections import LOCAL
-from gaupipe.system import distributed
+from gaupipe.system import distributed, terminal
 from gaupipe.system.errors import UserError
-from gaupipe.system.terminal import fitted
 from stages.cli.hints import begins, say
 from stages.runs.directory import RunDirectory, folder_for, last_used
 
@@ -212,10 +210,10 @@ def say_choices(lines: list[str]) -> None:
     for line in lines:
         setting = re.match(r"  \S+  +", line)
         if line.startswith("  gaupipe "):
-            print(fitted("", sys.stderr, shlex.split(line)), file=sys.stderr)
+            terminal.say("", shlex.split(line))
         else:
             indent = len(setting[0]) if setting else 2
-            print(fitted(line, sys.stderr, indent=indent), file=sys.stderr)
+            terminal.say(line, indent=indent)
 
 
 def parse_list(option: str, text: str, kind: Any) -> list[Any]:

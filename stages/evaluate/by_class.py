@@ -14,6 +14,7 @@ from torch import Tensor
 from gaupipe.data.splits import Split
 from gaupipe.system.files import from_here
 from gaupipe.system.terminal import aligned
+from gaupipe.vit.heads import probabilities
 from stages.predict import Prediction, PredictionRow, as_row, most_probable
 
 MISTAKES = 10
@@ -29,7 +30,7 @@ def labelled(
     logits: Tensor, labels: Tensor, images: Split, names: Sequence[str]
 ) -> list[Prediction]:
     """The prediction for each image of a split, from logits [N, C], beside its label of [N]."""
-    predicted = most_probable(logits.softmax(-1), names, top=1)
+    predicted = most_probable(probabilities(logits), names, top=1)
     pairs = zip(predicted, labels.tolist(), strict=True)
     return [
         Prediction(images.path(image), classes, label=names[label])

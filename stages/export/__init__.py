@@ -4,7 +4,6 @@ store."""
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,10 +138,7 @@ def say_nothing_to_export(settings: Settings, out: str | None) -> None:
         )
     if distributed.is_main():
         maps = described(settings.phase_a)
-        print(
-            f"gaupipe: export: local has {maps}: phase B makes its maps, and needs no store",
-            file=sys.stderr,
-        )
+        say(f"export: local has {maps}: phase B makes its maps, and needs no store")
 
 
 def run_model(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 import store
@@ -138,7 +139,7 @@ def announcement(schema: store.Schema, images: int, part: Part = None) -> str:
         already = f", {written:,} are there already"
     return (
         f"export: {images:,} {entry}s{each} as {kind}, {schema.encoding}{already}, "
-        f"at most {images * size / 1e6:,.1f} MB ({size / 1e3:,.1f} kB each) before compression"
+        f"at most {decimal(images * size)} ({decimal(size)} each) before compression"
     )
 
 

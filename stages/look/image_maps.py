@@ -35,7 +35,7 @@ from gaupipe.teachers.base import outline
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.vit.attention_maps import use_fused_attention
 from gaupipe.vit.capture import Traced, trace
-from gaupipe.vit.heads import classifies, names_of_tokens
+from gaupipe.vit.heads import classifies, names_of_tokens, probabilities
 from stages.runs.directory import RunDirectory
 from stages.runs.students import recorded_store
 from stages.runs.trained import load_student, open_maps
@@ -88,10 +88,9 @@ class ImageMaps:
         """The predicted class, and the ``most`` likely ones."""
         if self.logits is None:
             return Prediction()
-        probabilities = self.logits.float().softmax(-1)
-        likely = probabilities.topk(min(most, len(probabilities))).indices.tolist()
-        probability = round(probabilities[likely[0]].item(), 6)
-        return Prediction(likely[0], probability, likely)
+        shares = probabilities(self.logits)
+        likely = shares.topk(min(most, len(shares))).indices.tolist()
+        return Prediction(likely[0], round(shares[likely[0]].item(), 6), likely)
 
 
 class StoredMaps:

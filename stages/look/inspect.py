@@ -15,10 +15,10 @@ from rich.text import Text
 from torch import Tensor
 
 import store
-from gaupipe.data.folder import say_once
 from gaupipe.data.images import FileImages
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, utf8
+from gaupipe.system.terminal import say_once
 from gaupipe.teachers.notes import StoreNotes
 from stages.look import picture
 from stages.look.colours import colours
@@ -26,8 +26,8 @@ from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, photo
 from stages.look.measures import divergence
 from stages.runs.directory import RunDirectory
 
-NAMES_IMAGES = ("name", "root", "train_images", "image_size")
-"""Settings of the data set by which one knows the images of a store."""
+NAMES_IMAGES = ("root", "unlabelled", "train_images", "image_size")
+"""Settings of the data set by which one knows the images of a store, besides its name."""
 
 SHADES = " .:+#"
 """From no attention to the most of the map, where a terminal has no colours."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, utf8, write_whole
-from gaupipe.system.terminal import fitted
+from gaupipe.system.terminal import say
 from stages.runs.locks import locked
 
 if TYPE_CHECKING:
@@ -363,7 +362,7 @@ def say_if_afresh(folder: Path) -> None:
         f"gaupipe: {folder}: nothing was saved to resume: "
         f"starts afresh with the settings {settings}"
     )
-    print(fitted(line, sys.stderr), file=sys.stderr)
+    say(line)
 
 
 def check_name(name: str) -> None:

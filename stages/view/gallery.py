@@ -15,6 +15,7 @@ from torch import Tensor
 import store
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.notes import StoreNotes
+from gaupipe.vit.heads import probabilities
 
 ORDERS = ("id", "wrong", "sure", "unsure")
 """By image id, wrong predictions first and among them the surest first, by falling and by rising
@@ -109,7 +110,7 @@ class Gallery:
         columns = []
         try:
             for logits, truth in self.parts():
-                sure, likeliest = logits.float().softmax(-1).max(-1)
+                sure, likeliest = probabilities(logits).max(-1)
                 columns.append((truth.numpy(), likeliest.numpy(), sure.numpy()))
                 self.done += len(truth)
         except (store.StoreError, UserError, OSError) as error:
