@@ -91,7 +91,11 @@ class Gaussians(Numbers):
 
 
 class Weights(Numbers):
-    """Attention, from 0 to 1. Without ``checked`` the range of float16 numbers is not looked at."""
+    """Attention, from 0 to 1. Without ``checked`` the range of float16 numbers is not looked at.
+
+    A code's error of a weight w is at most (2 sqrt(w) + d) d + max(2^-11 w, 2^-25): d = 1/508 is
+    half a step of the codes, and the second part is the rounding to float16, as which a reader
+    returns weights."""
 
     codes = {"sqrt_step": SQRT_STEP}
 

@@ -54,7 +54,7 @@ def test_codes_of_weights_are_read_as_documented(tmp_path, kind):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_the_error_of_a_code(dtype):
-    """The bound of docs/store.md, for what a reader gets. Without float16's part it fails."""
+    """The bound of ``Weights``, for what a reader gets. Without float16's part it fails."""
     weights = np.linspace(0, 1, 200_001).astype(dtype)
     numbers = Weights()
     codes = numbers.encode(weights[None], coded=True)[0]
