@@ -42,6 +42,7 @@ from gaupipe.maps.stored import StoredRows
 from gaupipe.settings import OptimSettings
 from gaupipe.teachers.probe import FOLDS, Probe, fitted, stratified
 from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.scores import packed
 
 CLASSES = 10
 VALIDATION = 200  # of each class
@@ -488,7 +489,7 @@ def measured(name: str, row: Row, folder: Path, seed: int) -> dict[str, Any]:
         "teacher_seconds": round(teacher_seconds),
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
         "loss": round(losses[-1], 3),
-        "right": np.packbits(right["test"]).tobytes().hex(),
+        "right": packed(right["test"]),
     }
     if "deit" in (row.targets, row.own):
         result["probe_val"] = round(cache.probe.accuracy, 4)

@@ -18,6 +18,7 @@ import pytest
 import timm
 import torch
 from safetensors.numpy import load_file
+from scipy.stats import norm
 from scipy.stats import t as student_t
 
 import store
@@ -44,6 +45,7 @@ from stages.compare.measures import (
     epochs_to,
     first_passages,
     front,
+    gains_of_images,
     smoothed,
     spread,
 )
@@ -65,6 +67,8 @@ def made_up(accuracies: list[float], phase_a: int = 0, **curves) -> FinishedTrai
         folder="a",
         phase_a_epochs=phase_a,
         test_acc=None,
+        test_images=None,
+        right=None,
         val_acc=accuracies,
         costs=costs,
         phase_a_costs={},
@@ -139,6 +143,34 @@ def test_differences_have_students_interval_and_p():
     assert difference([0.01, 0.002, 0.03]).p > 0.05
     assert difference([0.01]) == Difference(0.01, None, None, None)
     assert difference([0.3 - 0.2, 0.2 - 0.1]).p is None  # one image more with both seeds
+
+
+def test_a_difference_has_the_larger_error_of_seeds_and_images():
+    """Eleven images of 372, nearly the same with every seed: seeds alone are sure of them."""
+    mine = np.zeros((3, 372), dtype=bool)
+    other = np.zeros((3, 372), dtype=bool)
+    mine[:, :30] = True
+    other[:, 30:49] = True
+    mine[2, 49] = True  # so that not all seeds have the same difference
+    by_seed = [*(mine.mean(1) - other.mean(1))]
+    of_images = gains_of_images([*mine], [*other])
+    seeds = differences({"row": by_seed})["row"]
+    both = differences({"row": by_seed}, {"row": of_images})["row"]
+    assert (seeds.verdict, seeds.seeds_only) == ("confirmed", True)
+    assert (both.verdict, both.seeds_only) == ("not decided", False)
+    assert both.mean == seeds.mean == pytest.approx(of_images.mean())
+
+    # the error of a mean over images, as if they were drawn: McNemar's, without its correction
+    error = of_images.std() / 372**0.5
+    assert (both.low, both.high) == pytest.approx(
+        (both.mean - 1.96 * error, both.mean + 1.96 * error), abs=0.1 * error
+    )
+    assert both.p == pytest.approx(2 * norm.sf(both.mean / error), abs=0.02)
+
+    mine[:, :200] = True  # now images are sure too, and seeds that differ are not
+    by_seed = [0.1, 0.8, 0.3]
+    assert difference(by_seed, gains_of_images([*mine], [*other])).p == difference(by_seed).p
+    assert gains_of_images([*mine], [None, *other[1:]]) is None
 
 
 def test_holms_correction_is_within_the_table_and_carries_the_words():
@@ -569,14 +601,15 @@ def test_other_test_images_are_scored_afresh(machine, tmp_path, in_process, monk
     command = ["compare", "fashion_mnist_plain", "--seeds", "0", "--row", BASELINE, "--test"]
     command += ["--run-dir", tmp_path / "c", "--json", *changes]
 
-    def scored() -> tuple[float, int]:
+    def scored() -> tuple[float, str, int]:
         code, out, err = in_process(*command)
         assert code == 0, err
         (row,) = json.loads(out)["rows"]
         (state,) = (tmp_path / "c/students").rglob("state.pt")
-        return row["final"]["test_acc"]["mean"], state.stat().st_mtime_ns
+        right = row["runs"][0]["right"]
+        return row["final"]["test_acc"]["mean"], right, state.stat().st_mtime_ns
 
-    first, trained = scored()
+    first, right, trained = scored()
     (student,) = (tmp_path / "c/students").glob("*/student")
     model = timm.create_model(f"local-dir:{student}", pretrained=True).eval()
     mean, std = (model.pretrained_cfg[name][0] for name in ("mean", "std"))
@@ -585,9 +618,11 @@ def test_other_test_images_are_scored_afresh(machine, tmp_path, in_process, monk
     scaled = torch.tensor((pixels / 255 - mean) / std, dtype=torch.float32)
     classes = model(scaled).argmax(1).numpy()
     assert first == pytest.approx((classes == np.arange(50) % 10).mean())
+    bits = "".join("01"[int(image)] for image in (classes == np.arange(50) % 10)).ljust(56, "0")
+    assert right == f"{int(bits, 2):014x}"
     labels = np.where(np.arange(50) < 40, classes, (classes + 1) % 10).astype(np.uint8)
     write_idx(images / "t10k-labels-idx1-ubyte.gz", labels)
-    assert scored() == (pytest.approx(0.8), trained)
+    assert scored() == (pytest.approx(0.8), f"{(2**40 - 1) << 16:014x}", trained)
 
 
 @pytest.mark.long

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import statistics
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gaupipe.settings.load import load, read_yaml
 from stages.compare.measures import difference
+from stages.compare.rows import default_rows, sweep_rows
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "results" / "data"
@@ -64,6 +68,24 @@ def test_pairs_are_tested_as_one_family_over_common_seeds(collect):
     assert second[5] == f"{max(2 * above_labels.p, above_local.p):.3f}"
     with pytest.raises(ValueError, match="labels: two trainings with seed 0"):
         collect.table_of_pairs([*trainings, trainings[0]], pairs)
+
+
+def test_pairs_say_where_only_seeds_are_tested(collect):
+    """Of twelve images nine are right and eight, a bit each: one image is no difference."""
+    tests = {"labels": (0.660, 0.661, 0.662), "local": (0.760, 0.762, 0.763)}
+    trainings = [
+        {"name": name, "seed": seed, "test": test}
+        for name, shares in tests.items()
+        for seed, test in enumerate(shares)
+    ]
+    pairs = [("local", "labels")]
+    assert collect.table_of_pairs(trainings, pairs).endswith("| confirmed, seeds only |")
+    for training in trainings:
+        digits = "ff00" if training["name"] == "labels" else "ff80"
+        training |= {"right": digits, "test_images": 12}
+    assert collect.right_images(trainings[0]).tolist() == [True] * 8 + [False] * 4
+    line = collect.table_of_pairs(trainings, pairs).splitlines()[-1]
+    assert "| +0.0 to +25.0 |" in line and line.endswith("| not decided |")
 
 
 def test_passages_count_the_epochs_of_a_teacher(collect):
@@ -152,6 +174,33 @@ def test_raw_files_are_lists_of_entries_with_all_keys(path):
         assert entry["command"] and re.fullmatch("[0-9a-f]{7,40}", entry["commit"]), name
         assert entry["data"], name
         assert not measured or entry["val"] is None, name
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.name)
+def test_commands_of_raw_files_name_files_settings_and_rows_that_there_are(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    rows_of = {}
+    for entry in json.loads(path.read_text()):
+        for command in entry["command"].split("; "):
+            words = shlex.split(command)
+            for word in words:
+                assert not word.startswith(("docs/", "benchmarks/")) or Path(word).exists(), word
+            if words[0] != "gaupipe" or words[1] not in ("compare", "phase-a", "run", "train"):
+                continue
+            changes = [word for option, word in pairwise(words) if option == "--set"]
+            config = "digits"
+            if words[2:] and not words[2].startswith("-"):
+                config = words[2]
+            settings = load(config, changes)
+            if words[1] != "compare":
+                continue
+            if command not in rows_of:
+                rows = default_rows(settings, [settings.model.attention])
+                [sweep] = [word for option, word in pairwise(words) if option == "--sweep"]
+                rows = sweep_rows(read_yaml(sweep, "sweeps"), sweep, rows)
+                rows_of[command] = {row.name for row in rows}
+            asked = [word for option, word in pairwise(words) if option == "--row"]
+            assert {entry.get("row", entry["name"]), *asked} <= rows_of[command], command
 
 
 def test_the_page_of_stores_says_what_was_measured():

@@ -18,7 +18,8 @@ be shown:
     <!-- table optimizer.json data=cifar10 images=10000 baseline=labels seeds=3 -->
     <!-- /table -->
 
-A table of pairs has the differences of test accuracy that are tested as one family:
+A table of pairs has the differences of test accuracy that are tested as one family, over seeds and,
+where both rows have ``right``, a bit for each of ``test_images``, over the images too:
 
     <!-- pairs local.json data=clothes "local - labels" "tuned, local - tuned, labels" -->
     <!-- /pairs -->
@@ -64,11 +65,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
+from gaupipe.training.scores import unpacked
 from stages.compare.measures import (
     Passages,
     Verdict,
     differences,
     first_passages,
+    gains_of_images,
     spread,
     tested_passages,
 )
@@ -100,6 +105,8 @@ def rows(results: dict[str, Any], facts: dict[str, Any], curves: bool = False) -
             }
             if run["test_acc"] is not None:
                 training["test"] = round(run["test_acc"], 4)
+                training["test_images"] = run["test_images"]
+                training["right"] = run["right"]
             if curves:
                 training["teacher_epochs"] = run["phase_a_epochs"]
                 training["curve"] = [round(accuracy, 4) for accuracy in run["val_acc"]]
@@ -224,18 +231,34 @@ def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> s
     both have; Holm's correction is for all of them."""
     tests = by_row_and_seed([training for training in trainings if "test" in training])
     points = {}
+    of_images = {}
     for name, other in pairs:
-        mine, others = tests[name], tests[other]
+        seeds = sorted(tests[name].keys() & tests[other].keys())
+        mine = [tests[name][seed] for seed in seeds]
+        others = [tests[other][seed] for seed in seeds]
         points[name, other] = [
-            100 * (mine[seed]["test"] - others[seed]["test"])
-            for seed in sorted(mine.keys() & others.keys())
+            100 * (one["test"] - another["test"]) for one, another in zip(mine, others, strict=True)
         ]
+        gains = gains_of_images([*map(right_images, mine)], [*map(right_images, others)])
+        if gains is not None:
+            of_images[name, other] = 100 * gains
     lines = ["| row | minus | seeds | points of test accuracy | 95 % interval | Holm's p | |"]
     lines.append("|---" * 7 + "|")
-    for (name, other), verdict in differences(points).items():
+    for (name, other), verdict in differences(points, of_images).items():
         cells = [name, other, str(len(points[name, other])), *difference_cells(verdict)]
-        lines.append(f"| {' | '.join(cells)} | {verdict.verdict} |")
+        word = verdict.verdict
+        if verdict.seeds_only and word != "not decided":
+            word += ", seeds only"
+        lines.append(f"| {' | '.join(cells)} | {word} |")
     return "\n".join(lines)
+
+
+def right_images(training: Training) -> np.ndarray | None:
+    """Which test images a training got right, bool [N]; None for older trainings."""
+    if "right" not in training:
+        return None
+    bits = 4 * len(training["right"])
+    return unpacked(training["right"], training.get("test_images", bits))
 
 
 def table_of_passages(trainings: list[Training], baseline: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NotRequired, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -112,6 +113,16 @@ def classification_metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> Me
     if logits.shape[-1] > 10:
         scores["top5"] = best.any(-1).double().mean().item()
     return scores
+
+
+def packed(right: np.ndarray) -> str:
+    """Which images were right, bool [N], as the hexadecimal digits of a bit each."""
+    return np.packbits(right).tobytes().hex()
+
+
+def unpacked(digits: str, count: int) -> np.ndarray:
+    """The bool [``count``] of :func:`packed`."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(digits), np.uint8))[:count].astype(bool)
 
 
 def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import sub, truediv
 from statistics import fmean, stdev
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ Name = TypeVar("Name", bound=Any)
 Number = TypeVar("Number", int, float)
 
 LEVEL = 0.05
+RESAMPLES = 10_000
 SMOOTHED_EPOCHS = 5
 
 
@@ -145,15 +147,19 @@ def tested_passages(
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two rows, by a paired t-test over seeds."""
+    """The difference of two rows, by a paired t-test over seeds; where it is known which test
+    images each row got right, by a paired bootstrap over these images too."""
 
     mean: float | None
     """None where a seed has no difference, because one of the rows did not reach the goal."""
     low: float | None = None
     high: float | None = None
-    """The ends of the 95 % interval of Student's t."""
+    """The ends of the 95 % interval of Student's t, or of the bootstrap where that reaches
+    farther."""
     p: float | None = None
-    """Two-sided, of a mean of zero."""
+    """Two-sided, of a mean of zero: the larger of both."""
+    seeds_only: bool = True
+    """Whether it is unknown which test images each row got right."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +173,10 @@ class Verdict(Difference):
     ``not decided``."""
 
 
-def difference(values: Sequence[float | None]) -> Difference:
-    """The difference of two rows from one difference a seed.
+def difference(values: Sequence[float | None], of_images: np.ndarray | None = None) -> Difference:
+    """The difference of two rows from one difference a seed and, where it is known, one for each
+    test image (:func:`gains_of_images`). Other seeds and other images are two sources of error; a
+    difference has the larger error.
 
     All but the mean are None with a single seed, and where the difference is the same with every
     seed. Accuracies come in whole images and passages in whole epochs, so that a spread of zero is
@@ -182,17 +190,52 @@ def difference(values: Sequence[float | None]) -> Difference:
         return Difference(fmean(numbers))
     test = ttest_1samp(numbers, 0)
     low, high = map(float, test.confidence_interval(1 - LEVEL))
-    return Difference(fmean(numbers), low, high, float(test.pvalue))
+    p = float(test.pvalue)
+    if of_images is not None:
+        other_low, other_high, other_p = bootstrap(of_images)
+        low, high, p = min(low, other_low), max(high, other_high), max(p, other_p)
+    return Difference(fmean(numbers), low, high, p, seeds_only=of_images is None)
 
 
-def differences(table: Mapping[Name, Sequence[float | None]]) -> dict[Name, Verdict]:
+def gains_of_images(
+    mine: Sequence[np.ndarray | None], others: Sequence[np.ndarray | None]
+) -> np.ndarray | None:
+    """For each test image [N] how much more often one row got it right than another, mean over
+    seeds: from -1 to 1. Both are [N], one a seed; None where one of them is unknown."""
+    gains = []
+    for one, other in zip(mine, others, strict=True):
+        if one is None or other is None:
+            return None
+        gains.append(one.astype(float) - other)
+    return np.mean(gains, axis=0)
+
+
+def bootstrap(of_images: np.ndarray) -> tuple[float, float, float]:
+    """The 95 % interval of a mean over images [N] and its two-sided p, had other images been
+    drawn: the same for the same numbers."""
+    count = len(of_images)
+    values, times = np.unique(of_images, return_counts=True)  # few: so draw how often each occurs
+    drawn = np.random.default_rng(0).multinomial(count, times / count, size=RESAMPLES)
+    means = drawn @ values / count
+    low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
+    beyond = min(np.sum(means <= 0), np.sum(means >= 0))
+    return float(low), float(high), min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
+
+
+def differences(
+    table: Mapping[Name, Sequence[float | None]],
+    of_images: Mapping[Name, np.ndarray | None] = MappingProxyType({}),
+) -> dict[Name, Verdict]:
     """:func:`difference` of each row of a table, and what the table as a whole says of it.
 
     Holm's family is every row with two seeds or more. One without a p is not decided and counts
     as if its p were 1, because a row that left the family for what came out would make the p of all
     others smaller. A single seed decides nothing whatever comes out, so it is no test.
     """
-    result = {name: Verdict(**vars(difference(values))) for name, values in table.items()}
+    result = {
+        name: Verdict(**vars(difference(values, of_images.get(name))))
+        for name, values in table.items()
+    }
     family = sum(len(values) > 1 for values in table.values())
     tested = sorted((row.p, name) for name, row in result.items() if row.p is not None)
     corrected = 0.0

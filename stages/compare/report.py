@@ -17,6 +17,7 @@ from stages.compare.measures import (
     differences,
     first_passages,
     front,
+    gains_of_images,
     spread,
     tested_passages,
 )
@@ -64,6 +65,9 @@ class RowResult:
     difference: Verdict | None = None
     """Final accuracy minus that of the reference; None for the reference itself. A row that failed
     is not decided."""
+    test_difference: Verdict | None = None
+    """Test accuracy minus that of the reference, by seeds and test images; None for the reference
+    and without ``--test``."""
     above_front: Verdict | None = None
     """Final accuracy minus what plain ViTs of standard attention reach for as many multiply-adds;
     None for one of these, and where the row is cheaper than all of them."""
@@ -123,6 +127,9 @@ def report(
             if above is not None:
                 above_front[row.row] = above
     tested_differences = differences(over_reference)
+    tested_on_test: dict[str, Verdict] = {}
+    if reference.final.test_acc.mean is not None:
+        tested_on_test = test_differences(rows, reference)
     tested_above = differences(above_front)
     passages = [
         _passages(rows, reference, goal, is_share=not targets) for goal in targets or SHARES
@@ -132,12 +139,27 @@ def report(
             row,
             at=[of_goal[row.row] for of_goal in passages if row.row in of_goal],
             difference=tested_differences.get(row.row),
+            test_difference=tested_on_test.get(row.row),
             above_front=tested_above.get(row.row),
         )
         for row in rows
     ]
     seeds = [training.settings.seed for training in trainings[0]]
     return Comparison(data, seeds, BASELINE, compared, differences(over_controls(rows)))
+
+
+def test_differences(rows: Sequence[RowResult], reference: RowResult) -> dict[str, Verdict]:
+    """By row the test accuracy minus that of the reference, by seeds and test images."""
+    by_seed: Family = {}
+    of_images = {}
+    right = [run.right_images for run in reference.runs]
+    for row in rows:
+        if row is not reference:
+            by_seed[row.row] = _seed_by_seed(row, reference, "test_acc")
+            if not row.failed:
+                mine = [run.right_images for run in row.runs]
+                of_images[row.row] = gains_of_images(mine, right)
+    return differences(by_seed, of_images)
 
 
 def _passages(
@@ -205,13 +227,15 @@ def over_controls(rows: Sequence[RowResult]) -> Family:
     }
 
 
-def _seed_by_seed(row: RowResult, other: RowResult) -> list[float | None]:
-    """Seed by seed, the final accuracy of one row minus that of another; None for all seeds where
-    one of the rows failed."""
+def _seed_by_seed(
+    row: RowResult, other: RowResult, accuracy: str = "final_acc"
+) -> list[float | None]:
+    """Seed by seed, the accuracy of one row minus that of another; None for all seeds where one of
+    the rows failed."""
     if row.failed or other.failed:
         return [None] * max(len(row.runs), len(other.runs), 1)
     pairs = zip(row.runs, other.runs, strict=True)
-    return [mine.final_acc - others.final_acc for mine, others in pairs]
+    return [getattr(mine, accuracy) - getattr(others, accuracy) for mine, others in pairs]
 
 
 def _above(row: RowResult, baselines: Sequence[RowResult]) -> list[float | None] | None:

@@ -67,6 +67,12 @@ def tables(results: Comparison) -> Iterator[str]:
             ["points", "95 % interval", "p", "Holm's p", ""],
             [_difference(row.row, row.difference) for row in rows if row.difference],
         )
+        if any(row.test_difference for row in rows):
+            yield _table(
+                f"Test accuracy minus that of the {reference}, paired by seed and image",
+                ["points", "95 % interval", "p", "Holm's p", ""],
+                [_difference(row.row, row.test_difference) for row in rows if row.test_difference],
+            )
         if results.over_controls:
             yield _table(
                 "Accuracy of the student minus that of its controls, paired by seed",

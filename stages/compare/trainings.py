@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
+
 from gaupipe.distillation.export import is_complete
 from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics
 from gaupipe.teachers.notes import Drawing
+from gaupipe.training.scores import unpacked
 from gaupipe.training.state import val_acc
 from stages.compare.rows import Row
 from stages.runs import kept_epochs
@@ -31,6 +34,9 @@ class ScoresOnTest(TypedDict):
     """What is read of :data:`TEST_FILE`."""
 
     top1: float
+    right: str
+    """Which images: :func:`gaupipe.training.scores.packed`."""
+    images: int
     test_sha256: str | None
 
 
@@ -42,7 +48,10 @@ class FinishedTraining:
     folder: str
     phase_a_epochs: int
     test_acc: float | None
-    """None without ``--test``."""
+    """None without ``--test``, as the next two."""
+    test_images: int | None
+    right: str | None
+    """Which test images it got right, a bit each (:func:`gaupipe.training.scores.packed`)."""
     val_acc: list[float]
     val_loss: list[float]
     loss_hard: list[float]
@@ -56,6 +65,13 @@ class FinishedTraining:
     @property
     def final_acc(self) -> float:
         return self.val_acc[-1]
+
+    @property
+    def right_images(self) -> np.ndarray | None:
+        """bool [N] of the test images; None without ``--test``."""
+        if self.right is None or self.test_images is None:
+            return None
+        return unpacked(self.right, self.test_images)
 
     def cost(self, name: str) -> float:
         """What the training took of one cost, phase A counted."""
@@ -168,14 +184,18 @@ class RowTraining:
             phase_a = read_metrics(self.folder / "phase_a.jsonl")
         costs = json.loads((self.folder / COSTS_FILE).read_text())
         scores = self.test_scores()
-        test_acc = None
+        test_acc = test_images = right = None
         if scores is not None:
             test_acc = scores["top1"]
+            test_images = scores["images"]
+            right = scores["right"]
         return FinishedTraining(
             seed=self.settings.seed,
             folder=str(self.folder.relative_to(self.root)),
             phase_a_epochs=epochs_in(phase_a),
             test_acc=test_acc,
+            test_images=test_images,
+            right=right,
             val_acc=[val_acc(entry) for entry in metrics],
             val_loss=[entry["val_loss"] for entry in metrics],
             loss_hard=[entry["loss_hard"] for entry in metrics],

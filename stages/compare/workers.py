@@ -28,7 +28,7 @@ from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochMetrics, epochs_in, total_seconds
-from gaupipe.training.scores import Metrics, classification_metrics, predictions
+from gaupipe.training.scores import classification_metrics, packed, predictions
 from stages import export, phase_a, phase_b
 from stages.begin import import_file
 from stages.compare import costs
@@ -211,9 +211,11 @@ def _logged(log: Path) -> Iterator[None]:
         yield
 
 
-def score_test_split(training: RowTraining) -> Metrics:
-    """Scores a finished student on the test split."""
+def score_test_split(training: RowTraining) -> dict[str, Any]:
+    """Scores a finished student on the test split, with the images that it gets right."""
     data = load_data(training.settings.data)
     student = timm.create_model(f"local-dir:{training.folder / 'student'}", pretrained=True).eval()
     assert data.test is not None  # a comparison asks for it before it trains
-    return classification_metrics(*predictions(student, data.test, data, training.settings))
+    logits, labels = predictions(student, data.test, data, training.settings)
+    right = packed((logits.argmax(-1) == labels).numpy())
+    return {**classification_metrics(logits, labels), "right": right, "images": len(labels)}
