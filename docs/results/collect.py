@@ -39,7 +39,7 @@ of a teacher and its export and once without, of the trainings that recorded bot
 A table of ratios has what benchmarks measured, each in one run or two, and one of inference the
 entries of ``benchmarks/inference.py``:
 
-    <!-- ratios benchmarks.json -->
+    <!-- ratios benchmarks.json set=None -->
     <!-- /ratios -->
     <!-- inference inference.json -->
     <!-- /inference -->
