@@ -66,7 +66,7 @@ STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
     "phases A and B of digits": (
         50,
         "-m gaupipe run digits --run-dir digits",
-        "--epochs 1 --set phase_a.max_epochs=1 --set baseline.epochs=1",
+        "--epochs 1 --set phase_a.max_epochs=1",
     ),
 }
 DRY_SECONDS = 200

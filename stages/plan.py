@@ -121,12 +121,8 @@ def run(
     per_image_parameters = None
     if not plain:
         stages, per_image_parameters = plan_phases(settings, data, images, world_size)
-    if plain or settings.baseline.epochs != 0:
-        train = settings.baseline_training
-        if not plain:
-            train = train.model_copy(update={"epochs": settings.baseline_epochs})
-        built = checked_student(settings, data, train)
-        stages["plain"] = plan_student(settings, built, data, "plain", train, world_size)
+    built = checked_student(settings, data, settings.train)
+    stages["plain"] = plan_student(settings, built, data, "plain", settings.train, world_size)
     unlabelled = 0 if data.unlabelled is None else len(data.unlabelled)
     for name, stage in stages.items():
         if "epochs" in stage:

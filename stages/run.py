@@ -17,7 +17,6 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
-from gaupipe.system.terminal import say
 from gaupipe.training.scores import percent
 from gaupipe.training.student import checked_student
 from stages import export, phase_a, phase_b
@@ -43,21 +42,24 @@ class Line:
     student."""
 
 
-def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list[Line]:
+def run(
+    settings: Settings, run_dir: Path, attention: str | None = None, *, baseline: bool = True
+) -> list[Line]:
     """Runs every stage that has not finished in ``run_dir``, with a student of this attention, and
-    returns the lines of the summary table."""
+    returns the lines of the summary table. ``baseline`` False leaves the same ViT without a teacher
+    out."""
     attention = attention or settings.model.attention
     settings = settings.with_section("model", attention=attention)
     run_directory = RunDirectory(run_dir)
     students = {True: how_distilled(settings)}
-    if settings.baseline.epochs != 0:
+    if baseline:
         students[False] = "plain"
 
     with distributed.rank_zero_first():
         images = run_directory.settled(settings).data
         data = load_data(images, settings.download, unlabelled=True)
         if False in students:
-            checked_student(settings, data, settings.baseline_training)
+            checked_student(settings, data, settings.train)
         for distilled in (True, False):
             # a damaged student is refused before anything runs
             if run_directory.student(attention, distilled).exists():
@@ -75,8 +77,6 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
             run_dir, attention, data=data, now=settings, resume=begun, distilled=distilled
         )
         lines.append(line(f"{attention}, {how}", metrics, folder, len(data.val)))
-    if False in students and distributed.is_main():
-        say_if_shorter(run_directory, attention, settings.baseline_epochs)
     was_trained = teacher[-1]["epoch"] == 0 and settings.phase_a.kind.stored
     if was_trained and distributed.is_main():  # which shows the table
         lines = with_sizes(lines, run_directory, settings, data)
@@ -91,16 +91,6 @@ def how_distilled(settings: Settings) -> str:
     if phase.alpha == phase.gamma == 0 and phase.warm_start != "none":
         return "from the teacher"
     return "distilled"
-
-
-def say_if_shorter(run: RunDirectory, attention: str, epochs: int) -> None:
-    """Says of a baseline that was trained before phase A that both phases have more ``epochs``."""
-    before = run.student_settings(attention, distilled=False).baseline_training
-    if before.epochs < epochs:
-        folder = run.student(attention, distilled=False)
-        both = f"both phases have {epochs} epochs"
-        line = f"gaupipe: {folder} is from before phase A: {both}"
-        say(line)
 
 
 def line_of_teacher(metrics: list[EpochMetrics], val_images: int) -> Line:

@@ -55,9 +55,8 @@ def resolve(settings: Settings, directory: RunDirectory, resume: bool) -> Studen
     before = directory.settings() if directory.config.is_file() else settings
     # another epoch to keep does not make another run
     asked = settings.with_section("train", keep=before.train.keep)
-    directory.check(asked.with_section("baseline", keep=before.baseline.keep))
+    directory.check(asked)
     folder = directory.student(settings.model.attention, distilled=False)
-    settings = directory.with_baseline(settings, folder.name)
     request = StudentRequest(
         settings, folder, directory, resume=resume, begins_run=True, instead=ELSEWHERE
     )

@@ -147,7 +147,7 @@ def settings(*cases: tuple[str, str], command: str = "run tiny.yaml --run-dir ne
     ]
 
 
-SECTIONS = ("phase_a", "phase_b", "baseline")
+SECTIONS = ("phase_a", "phase_b", "train")
 CHECKPOINT_A = "runs/tiny/phase_a/checkpoint"
 STATE_A = f"{CHECKPOINT_A}/state.pt"
 ROWS_A = f"{CHECKPOINT_A}/rows.0001.0000.pt"
@@ -279,7 +279,6 @@ COMMAND_LINE = [
         ("--student beleif", f"--student beleif {ATTENTIONS}", "BadParameter"),
         ("--no-distill", "runs/tiny/plain/standard --resume --name"),
         ("--no-distill --name x --maps shards.zarr", "--maps shards.zarr --no-distill"),
-        ("--name x --set baseline.epochs=3", "--set baseline.epochs train.epochs phase_b.epochs"),
         ("--name a/b", "--name a/b"),
         ("--name é", "--name é"),
         ("--name 'a\nb'", r"--name a\nb"),
@@ -457,9 +456,9 @@ SYNTAX = settings(
     ("lr=0.1", "--set lr train.optim.lr"),
     ("phase_a.lr=0.1", "--set phase_a.lr phase_a.optim.lr"),
     ("phase_bb.epochs=3", "--set phase_bb phase_b"),
-    ("baseline.optim.rl=1", "--set baseline.optim rl lr"),
+    ("train.optim.rl=1", "--set train.optim rl lr"),
     ("train.optim.ema=1", "--set train.optim.ema 1"),
-    ("baseline.optim.lr=0", "--set baseline.optim lr 0"),
+    ("train.optim.lr=0", "--set train.optim lr 0"),
     ("phase_a.mode=random", "--set phase_a.mode stochastic expected random"),
     ("train.epochs", "--set train.epochs"),
     ("=1", "--set"),
@@ -626,10 +625,10 @@ SETTINGS = [
     ),
     *settings(
         ("device=nosuch", "device nosuch"),
-        ("baseline.optim.name=adamv", "optim.name adamv"),
-        ("baseline.optim.name=adahessian", "adahessian"),
-        ("phase_b.optim.lr=0.1", "phase_b.optim.lr train.optim.lr baseline.optim.lr"),
-        ("phase_b.epochs=3", "phase_b.epochs train.epochs baseline.epochs"),
+        ("train.optim.name=adamv", "optim.name adamv"),
+        ("train.optim.name=adahessian", "adahessian"),
+        ("phase_b.optim.lr=0.1", "phase_b.optim.lr train.optim.lr"),
+        ("phase_b.epochs=3", "phase_b.epochs train.epochs"),
         ("model.attention_options={zz: true}", "zz"),
         ("data.buckets=200", "data.buckets 200"),
         command="train tiny.yaml --run-dir new",
@@ -1012,7 +1011,6 @@ SWEEPS = [
             "encoding prior float16",
         ),
         ("- {like: [a]}", "bad.yaml like distilled"),
-        ("- {name: a, baseline.epochs: 9}", "bad.yaml a baseline.epochs train.epochs"),
         ("- {name: a, plain: true, phase_b.gamma: 5}", "bad.yaml a phase_b.gamma"),
         ("- {name: a, plain: true, phase_a.max_epochs: 5}", "bad.yaml a phase_a.max_epochs"),
         ("- {name: a, plain: true, phase_b: {gamma: 5}}", "bad.yaml a phase_b"),

@@ -26,7 +26,6 @@ data: {train_images: 40, batch_size: 20}
 model: {attention: standard, args: {depth: 1, embed_dim: 16, num_heads: 2}}
 phase_a: {per_image: table, max_epochs: 1}
 train: {epochs: 1}
-baseline: {epochs: 1}
 """
 PICTURES = """
 threads: 1
@@ -34,7 +33,6 @@ data: {name: folder, root: pictures, image_size: 8, batch_size: 20}
 model: {attention: standard, args: {depth: 1, embed_dim: 16, num_heads: 2}}
 phase_a: {per_image: table, max_epochs: 1}
 train: {epochs: 1}
-baseline: {epochs: 1}
 """
 COMMANDS = (
     "run tiny.yaml",

@@ -121,7 +121,6 @@ def test_what_a_scope_says():
     student_settings = (
         "model.attention",
         "train.optim.lr",
-        "baseline.optim.lr",
         "phase_b.gamma",
         "seed",
     )
@@ -135,54 +134,48 @@ def test_what_a_scope_says():
 
 TRAINED = {
     "train": {"epochs": 9, "patience": 3, "optim": {"lr": 0.5, "args": {"betas": [0.1, 0.2]}}},
-    "phase_b": {"epochs": 4, "label_smoothing": 0.1, "optim": {"warmup_epochs": 2}},
-    "baseline": {"patience": 5, "optim": {"lr": 0.25, "clip_grad": None}},
+    "phase_b": {"epochs": 4, "label_smoothing": 0.1, "optim": {"lr": 0.25, "warmup_epochs": 2}},
 }
 
 
-def test_phase_b_and_the_baseline_differ_from_train_where_they_say_so():
+def test_phase_b_differs_from_train_where_it_says_so():
     settings = parse(copy.deepcopy(TRAINED), "here")
-    student, baseline = settings.student_training, settings.baseline_training
+    student = settings.student_training
     assert (student.epochs, student.patience, student.label_smoothing) == (4, 3, 0.1)
-    assert (student.optim.lr, student.optim.warmup_epochs, student.optim.clip_grad) == (0.5, 2, 1)
-    assert (baseline.epochs, baseline.patience, baseline.label_smoothing) == (9, 5, 0)
-    assert (baseline.optim.lr, baseline.optim.warmup_epochs) == (0.25, 1)
-    assert baseline.optim.clip_grad is None
-    assert student.optim.args == baseline.optim.args == {"betas": [0.1, 0.2]}
+    assert (student.optim.lr, student.optim.warmup_epochs, student.optim.clip_grad) == (0.25, 2, 1)
+    assert student.optim.args == settings.train.optim.args == {"betas": [0.1, 0.2]}
     assert settings.with_training(distilled=True).train == student
-    assert settings.with_training(distilled=True).baseline_training == student
+    assert settings.with_training(distilled=True).student_training == student
+    assert settings.with_training(distilled=False).student_training == settings.train
     assert parse(yaml.safe_load(dump(settings)), "again") == settings
 
 
 @pytest.mark.parametrize(
     "override,student,baseline",
     [
-        ("train.epochs=2", (2, 3, 0.5, 2), (2, 5, 0.25, 1)),
-        ("train.optim.lr=0.1", (4, 3, 0.1, 2), (9, 5, 0.1, 1)),
-        ("train.patience=null", (4, None, 0.5, 2), (9, None, 0.25, 1)),
-        ("train={epochs: 2, optim: {warmup_epochs: 0}}", (2, None, 4e-3, 0), (2, 5, 0.25, 0)),
-        ("phase_b.epochs=7", (7, 3, 0.5, 2), (9, 5, 0.25, 1)),
+        ("train.epochs=2", (2, 3, 0.25, 2), (2, 3, 0.5, 1)),
+        ("train.optim.lr=0.1", (4, 3, 0.1, 2), (9, 3, 0.1, 1)),
+        ("train.patience=null", (4, None, 0.25, 2), (9, None, 0.5, 1)),
+        ("train={epochs: 2, optim: {warmup_epochs: 0}}", (2, None, 0.25, 0), (2, None, 4e-3, 0)),
+        ("phase_b.epochs=7", (7, 3, 0.25, 2), (9, 3, 0.5, 1)),
     ],
 )
 def test_train_on_the_command_line_counts_for_both(override, student, baseline, tmp_path):
-    """Although the file may have others for phase B and for the baseline."""
+    """Although the file may have others for phase B."""
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump(TRAINED))
     settings = [load(path, [override])]
     if "{" not in override:  # which load_merged joins
         settings.append(load_merged(path, [override]))
     for each in settings:
-        for train, values in (
-            (each.student_training, student),
-            (each.baseline_training, baseline),
-        ):
+        for train, values in ((each.student_training, student), (each.train, baseline)):
             optim = train.optim
             assert (train.epochs, train.patience, optim.lr, optim.warmup_epochs) == values
 
 
 def test_what_the_command_line_says_of_phase_b_stays_beside_train():
     settings = load("digits_expected", ["phase_b.epochs=3", "train.epochs=5"])
-    assert (settings.student_training.epochs, settings.baseline_training.epochs) == (3, 5)
+    assert (settings.student_training.epochs, settings.train.epochs) == (3, 5)
 
 
 def test_validating_settings_reads_no_file(tmp_path):
@@ -213,7 +206,7 @@ def test_the_papers_settings_are_the_papers(name, epochs, weights):
     assert (train.epochs, phase.alpha, phase.beta, phase.gamma) == (epochs, *weights)
     assert phase.gamma_schedule == "constant" and phase.divergence == "student_teacher"
     assert settings.augment.geometry == "ignore" and train.optim.warmup_epochs == 15
-    for optim in (teacher.optim, train.optim, settings.baseline_training.optim):
+    for optim in (teacher.optim, train.optim, settings.train.optim):
         assert (optim.name, optim.lr, optim.args) == ("adamw", 1e-4, {})
         assert (optim.weight_decay, optim.schedule, optim.min_lr) == (0.03, "cosine", 0)
         assert optim.clip_grad is None and optim.ema is None

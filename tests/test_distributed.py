@@ -29,7 +29,7 @@ from worlds import assert_close, command, in_world
 
 GAUPIPE = str(Path(sys.executable).with_name("gaupipe"))
 
-TINY = [*tiny(301, 32, 3), "data.buckets=4", "baseline.epochs=3"]
+TINY = [*tiny(301, 32, 3), "data.buckets=4"]
 CASES = {
     "memory": [
         "phase_a.mode=stochastic",
@@ -44,18 +44,15 @@ CASES = {
         "phase_a.augment=true",
         "augment.flip=true",
         "phase_b.warm_start=teacher",
-        "baseline.epochs=0",
     ],
     "compression": [
         "phase_a.per_image=embedding",
         "phase_a.compression={embedding: 4, hidden: 8}",
-        "baseline.epochs=0",
     ],
     "prior": [
         "phase_a.per_image=none",
         "phase_a.optim.accumulate=3",
         "phase_a.optim.clip_grad=0.1",
-        "baseline.epochs=0",
     ],
     "vit": [
         "phase_a.teacher=vit",
@@ -68,11 +65,15 @@ CASES = {
 }
 
 
-def train(run_dir: Path, settings: Settings) -> None:
+BASELINES = ("memory", "vit")
+"""Cases with a baseline."""
+
+
+def train(run_dir: Path, settings: Settings, baseline: bool = False) -> None:
     from stages import run
 
     with distributed.process_group():
-        run.run(settings, run_dir)
+        run.run(settings, run_dir, baseline=baseline)
 
 
 def train_until_killed(run_dir: Path, settings: Settings, kill: AtFile) -> None:
@@ -84,7 +85,7 @@ def train_until_killed(run_dir: Path, settings: Settings, kill: AtFile) -> None:
         distributed.all_gather_object(None)
         if distributed.rank() == distributed.world_size() - 1:
             kill.arm()
-        run.run(settings, run_dir)
+        run.run(settings, run_dir, baseline=False)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +95,15 @@ def train_until_killed(run_dir: Path, settings: Settings, kill: AtFile) -> None:
 def test_any_number_of_processes_trains_the_same(tmp_path, case):
     settings = load("digits_expected", [*TINY, *CASES[case]])
     worlds = (1, 4) if case == "files" else (1, 2)
+    baseline = case in BASELINES
     for size in worlds:
-        codes = in_world(size, tmp_path / "words", train, tmp_path / str(size), settings)
+        arguments = tmp_path / str(size), settings, baseline
+        codes = in_world(size, tmp_path / "words", train, *arguments)
         words = [path.read_text() for path in sorted((tmp_path / "words").iterdir())]
         assert codes == [0] * size, words
         assert words[0].count("phase A epoch 3/3") == 1 and not any(words[1:])
     alone, together = (results(tmp_path / str(size)) for size in worlds)
-    assert len(alone) == (2 if "baseline.epochs=0" in CASES[case] else 3)
+    assert len(alone) == (3 if baseline else 2)
     assert_close(together, alone, 1e-5)
 
 
@@ -132,7 +135,7 @@ def trained(tmp_path_factory) -> Path:
     from stages import run
 
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run.run(load("digits_expected", [*TINY, "phase_b.gamma=0.1", "baseline.epochs=0"]), folder)
+    run.run(load("digits_expected", [*TINY, "phase_b.gamma=0.1"]), folder, baseline=False)
     return folder
 
 
@@ -318,8 +321,7 @@ def test_ranks_that_do_not_have_the_same_are_refused(tmp_path, trained, machines
 def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     """Rank 1 is killed again and again; the others end by themselves, and one or two processes
     continue. The run ends as one that nothing happened to."""
-    fast = ["baseline.epochs=0", "phase_b.gamma=0.1"]
-    settings = load("digits_expected", [*TINY, *fast])
+    settings = load("digits_expected", [*TINY, "phase_b.gamma=0.1"])
     assert in_world(2, tmp_path / "words", train, tmp_path / "unbroken", settings) == [0, 0]
     run_dir, sizes = tmp_path / "killed", itertools.cycle((2, 1))
 

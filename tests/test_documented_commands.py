@@ -25,7 +25,7 @@ def shortened(command: list[str]) -> list[str]:
     name, *more = command
     changes = {
         "run": ["phase_a.max_epochs=1", "train.epochs=1"],
-        "train": ["baseline.epochs=1"],
+        "train": ["train.epochs=1"],
         "phase-a": ["phase_a.max_epochs=1"],
         "phase-b": ["train.epochs=1"],
     }.get(name, [])

@@ -63,7 +63,7 @@ def photos(tmp_path_factory):
             for number in range(count):
                 pixels = draw.integers(80 * shade, 80 * shade + 96, (20, 16, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"photos/{split}/{name}/{number}.png")
-    options = ["--set", "baseline.epochs=1", "--set", "threads=1", "--run-dir", folder / "run"]
+    options = ["--epochs", "1", "--set", "threads=1", "--run-dir", folder / "run"]
     assert run_main("train", "--data", folder / "photos", *options) == 0
     return folder
 
@@ -153,7 +153,7 @@ def spots(tmp_path_factory):
                 pixels = draw.integers(80 * shade, 80 * shade + 96, (8, 8, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"photos/{split}/{name}/{number}.png")
     model = "model.args={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4}"
-    epochs = ["phase_a.max_epochs=1", "phase_b.epochs=1", "baseline.epochs=1"]
+    epochs = ["phase_a.max_epochs=1", "train.epochs=1"]
     changes = sets("phase_a.teacher=vit", *epochs, "data.batch_size=8", "threads=1", model)
     where = ["--data", folder / "photos", "--run-dir", folder / "run", "--student", "standard"]
     assert run_main("run", *where, *changes) == 0

@@ -23,7 +23,6 @@ SMALL = sets(
     "model.args={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4, mlp_ratio: 2}",
     "phase_a.fine_tune_epochs=2",
     "phase_b.epochs=1",
-    "baseline.epochs=0",
     "threads=1",
 )
 
@@ -54,7 +53,7 @@ def images(tmp_path):
 
 def test_it_learns_the_labels_and_predicts_the_rest(given, images, tmp_path, in_process):
     teacher, shows_maps = given
-    command = ["run", "--data", images, "--teacher", teacher, *SMALL]
+    command = ["run", "--no-baseline", "--data", images, "--teacher", teacher, *SMALL]
     code, _, err = in_process(*command, "--run-dir", tmp_path / "run")
     assert code == 0, err
     run = RunDirectory(tmp_path / "run")

@@ -22,7 +22,7 @@ from runs import metrics
 from stages.runs.directory import RunDirectory
 
 SCALING = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
-TINY = ["baseline.epochs=2", "data.batch_size=8", "threads=1"]
+TINY = ["train.epochs=2", "data.batch_size=8", "threads=1"]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_every_command_scales_images_as_the_weights_expect_but_for_what_is_set(
     teacher = ["phase_a.teacher_args={num_classes: 0}", "phase_b.alpha=0", "export.k=2"]
     names = ["model.name=local-dir:weights", "phase_a.teacher=local-dir:weights"]
     own = ["data.scaling={interpolation: bilinear}", "augment.resized_crop=null"]
-    epochs = ["train.epochs=1", "baseline.epochs=1"]
+    epochs = ["train.epochs=1"]
     changes = sets(*TINY[1:], *epochs, *names, *own, *teacher)
     arguments = [*command, "--data", "photos", *changes, "--run-dir", tmp_path / "run"]
     code, _, err = in_process(*arguments)
@@ -195,7 +195,7 @@ def test_arguments_that_leave_weights_out_are_refused_and_name_them(command, tmp
 
 
 def test_settings_of_random_weights_are_said_to_change_nothing(command, tmp_path, in_process):
-    changes = sets(*TINY, "model.init=mimetic", "model.init_std=0.1", "baseline.epochs=1")
+    changes = sets(*TINY, "model.init=mimetic", "model.init_std=0.1", "train.epochs=1")
     code, _, err = in_process(*command, *changes, "--run-dir", tmp_path / "run")
     assert code == 0 and "model.init, model.init_std changes nothing" in err
     code, _, err = in_process(*command, *sets(*TINY), "--run-dir", tmp_path / "other")
@@ -315,7 +315,7 @@ def test_weights_keep_their_attention_whatever_the_configuration_names(tmp_path,
     )
     save_student(ours, tmp_path / "weights")
     mine = "data: {name: digits, train_images: 40}\nmodel: {attention: standard}\nthreads: 1\n"
-    (tmp_path / "mine.yaml").write_text(mine + "baseline: {epochs: 1}\n")
+    (tmp_path / "mine.yaml").write_text(mine + "train: {epochs: 1}\n")
     command = ["train", "mine.yaml", "--model", "local-dir:weights", "--run-dir", "run", *named]
     code, _, err = in_process(*command, cwd=tmp_path)
     assert code == 0, err

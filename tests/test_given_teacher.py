@@ -143,13 +143,14 @@ def test_a_student_is_told_what_images_its_weights_expect(vit, tmp_path, in_proc
         "train": {"epochs": 1},
         "phase_a": {"teacher": vit},
         "phase_b": {"warm_start": start, "alpha": 0, "beta": 1},
-        "baseline": {"epochs": 0},
         "threads": 1,
     }
     (tmp_path / "c.yaml").write_text(str(tree))
     for more, told in (([], True), (["--teacher", vit], False)):
         run = tmp_path / f"run{len(more)}"
-        code, _, err = in_process("run", tmp_path / "c.yaml", *more, "--run-dir", run)
+        code, _, err = in_process(
+            "run", tmp_path / "c.yaml", "--no-baseline", *more, "--run-dir", run
+        )
         assert code == 0, err
         assert ("expect data.scaling={mean: [0.2, 0.2, 0.2], std: [0.3" in err) == told
 

@@ -85,7 +85,7 @@ def test_the_log_normaliser_of_flex_attention(diagonal):
 def test_the_stages_on_the_digits(tmp_path):
     """With the metrics of the CPU: the order of a sum may change a few of 360 images."""
     for device in ("cpu", DEVICE):
-        epochs = ("phase_a.max_epochs=2", "train.epochs=3", "baseline.epochs=3", "threads=1")
+        epochs = ("phase_a.max_epochs=2", "train.epochs=3", "threads=1")
         sets = [word for value in (*epochs, f"device={device}") for word in ("--set", value)]
         assert run_main("run", "digits", "--run-dir", f"{device}-run", *sets, cwd=tmp_path) == 0
     for part in ("phase_a", "phase_b/standard", "plain/standard"):

@@ -36,14 +36,12 @@ CASES = {
         "phase_a.optim.accumulate=2",
         "train.optim.ema=0.9",
         "augment.mixup=0.5",
-        "baseline.epochs=0",
     ],
     "files": [
         "data.buckets=2",
         "phase_a.rows.initial_std=0.1",
         "phase_a.mode=stochastic",
         "train.optim.accumulate=4",
-        "baseline.epochs=0",
     ],
     "vit": [
         "phase_a.teacher=vit",
@@ -72,8 +70,8 @@ def attempt(tmp_path: Path, arguments: list[str], kill: AtCall | None = None) ->
     return exit_code(command, arguments, words, kill=kill), words.read_text()
 
 
-def with_settings(command: str, run_dir: Path, settings: list[str]) -> list[str]:
-    return [command, "digits", "--run-dir", str(run_dir), *sets(*settings)]
+def with_settings(command: str, run_dir: Path, settings: list[str], *more: str) -> list[str]:
+    return [command, "digits", *more, "--run-dir", str(run_dir), *sets(*settings)]
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -98,7 +96,8 @@ def assert_same(run_dir: Path, expected: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, case):
     never = ["checkpoint_minutes=null"]
-    unbroken = with_settings("run", tmp_path / "unbroken", [*TINY, *CASES[case], *never])
+    kind = [] if case == "vit" else ["--no-baseline"]
+    unbroken = with_settings("run", tmp_path / "unbroken", [*TINY, *CASES[case], *never], *kind)
     assert attempt(tmp_path, unbroken)[0] == 0
     generator = random.Random(case)
     ends = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143}
@@ -108,7 +107,7 @@ def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, cas
         kill = AtCall(BATCH, calls, number)
         if killed == 1 and case == "files":
             kill = AtCall(RECORD, (generator.randint(60, 170),))
-        run = with_settings("run", tmp_path / "killed", [*TINY, *CASES[case]])
+        run = with_settings("run", tmp_path / "killed", [*TINY, *CASES[case]], *kind)
         code, words = attempt(tmp_path, run, kill)
         if code == 0:
             break
@@ -285,7 +284,8 @@ def test_a_process_that_fails_does_not_wait_for_a_reader_that_does_not_end(tmp_p
 
 # ---- worlds --------------------------------------------------------------------------------------
 
-WORLD = [*TINY, "data.buckets=6", "data.batch_size=36", "baseline.epochs=0"]
+WORLD = [*TINY, "data.buckets=6", "data.batch_size=36"]
+ALONE = "--no-baseline"
 
 
 def in_rank(arguments: list[str], kill: AtCall | None = None, rank: int = 0) -> None:
@@ -303,11 +303,13 @@ def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
     """One rank gets the signal; the others hear of it at once where there is a checkpoint at every
     step, else some batches later."""
     size, more = 2, ["phase_a.mode=stochastic"]
-    unbroken = with_settings("run", tmp_path / "unbroken", [*WORLD, *more, "checkpoint_minutes=10"])
+    unbroken = with_settings(
+        "run", tmp_path / "unbroken", [*WORLD, *more, "checkpoint_minutes=10"], ALONE
+    )
     assert in_world(size, tmp_path / "words", in_rank, unbroken) == [0] * size
     for number, batch, minutes in ((signal.SIGTERM, 4, 0), (signal.SIGINT, 8, 10)):
         seldom = f"checkpoint_minutes={minutes}"
-        run = with_settings("run", tmp_path / "run", [*WORLD, *more, seldom])
+        run = with_settings("run", tmp_path / "run", [*WORLD, *more, seldom], ALONE)
         kill = AtCall(BATCH, (batch,), number)
         codes = in_world(size, tmp_path / "words", in_rank, run, kill, size - 1)
         said = (tmp_path / "words" / "rank0.txt").read_text()
@@ -323,9 +325,9 @@ def test_another_number_of_processes_goes_on_within_an_epoch(tmp_path):
     settings = [*WORLD, "model.args={depth: 2, embed_dim: 16, num_heads: 2}"]
     epochs = ["phase_a.max_epochs=3", "train.epochs=3", "phase_a.mode=stochastic"]
     epochs.append("data.batch_size=60")
-    unbroken = with_settings("run", tmp_path / "unbroken", [*settings, *epochs])
+    unbroken = with_settings("run", tmp_path / "unbroken", [*settings, *epochs], ALONE)
     assert in_world(1, tmp_path / "words", in_rank, unbroken) == [0]
-    run = with_settings("run", tmp_path / "run", [*settings, *epochs])
+    run = with_settings("run", tmp_path / "run", [*settings, *epochs], ALONE)
     for size, batch in ((2, 6), (1, 5)):
         kill = AtCall(BATCH, (batch,), signal.SIGTERM)
         assert in_world(size, tmp_path / "words", in_rank, run, kill) == [143] * size

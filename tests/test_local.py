@@ -146,7 +146,6 @@ SMALL = [
     "data.train_images=60",
     "phase_a.teacher=local",
     "train.epochs=2",
-    "baseline.epochs=0",
     "model.args={embed_dim: 16, depth: 2, num_heads: 2}",
     "phase_a.local.std=[0.8, 2.0]",
     "threads=1",
@@ -163,7 +162,7 @@ def local_run(tmp_path_factory) -> Path:
 
     run_dir = tmp_path_factory.mktemp("local") / "run"
     settings = load("digits_expected", [*SMALL, "phase_b.alpha=0.2", "phase_b.gamma=0.25"])
-    run.run(settings, run_dir, "attentionx")
+    run.run(settings, run_dir, "attentionx", baseline=False)
     return run_dir
 
 

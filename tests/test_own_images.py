@@ -64,7 +64,7 @@ def test_what_is_chosen_can_be_built_whatever_the_folder():
         assert settings.data.image_size % args["patch_size"] == 0
         assert args["embed_dim"] % args["num_heads"] == 0
         together = settings.phase_a.most_epochs + settings.student_training.epochs
-        assert settings.baseline_training.epochs == settings.baseline_epochs == together
+        assert settings.train.epochs == together
         assert 0 < settings.data.val_fraction <= 0.5
         store = (settings.data.image_size // args["patch_size"]) ** 2
         store *= images * args["depth"] * args["num_heads"] * 16
@@ -100,9 +100,9 @@ def test_what_the_user_set_stays_and_the_rest_follows():
     settings = proposed([*vit, *given, "augment.flip=false", "phase_b.alpha=0.5"])
     assert (settings.data.image_size, settings.model.args["patch_size"]) == (30, 3)
     assert (settings.model.args["embed_dim"], settings.model.args["num_heads"]) == (50, 1)
-    assert (settings.phase_a.max_epochs, settings.baseline_epochs) == (3, 9)
-    assert settings.student_training.epochs == settings.baseline_training.epochs == 6
-    assert proposed([*vit, "phase_b.epochs=6"]).baseline_training.epochs == 9
+    assert settings.phase_a.max_epochs == 3
+    assert settings.student_training.epochs == settings.train.epochs == 6
+    assert proposed([*vit, "phase_b.epochs=6"]).train.epochs == 9
     assert not settings.augment.flip and settings.phase_b.alpha == 0.5
     fewer = proposed(["data.train_images=100"])
     assert fewer.train.epochs > proposed().train.epochs
@@ -168,7 +168,7 @@ def test_a_trained_teacher_leaves_the_student_all_epochs():
     settings = proposed(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
     assert settings.phase_a.teacher_args == {}  # it sees images of its own size
     assert not settings.phase_b.alpha
-    assert settings.baseline_epochs == settings.student_training.epochs
+    assert settings.train.epochs == settings.student_training.epochs
     trained_here = proposed(["phase_a.teacher=vit"]).student_training.epochs
     assert settings.student_training.epochs > trained_here
 
@@ -178,7 +178,7 @@ def test_a_teacher_that_costs_nothing_fits_the_heads_and_leaves_the_student_all_
     assert settings.phase_a.teacher == "local"
     assert len(settings.phase_a.local.std) == settings.model.args["num_heads"] == 2
     epochs = settings.student_training.epochs
-    assert epochs == settings.baseline_training.epochs
+    assert epochs == settings.train.epochs
     assert epochs > proposed(["phase_a.teacher=vit"]).student_training.epochs
 
 
@@ -318,7 +318,7 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
 
 def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_path):
     photos(tmp_path / "mine")
-    plain = sets(*TINY[:2], "baseline.epochs=1", "threads=1")
+    plain = sets(*TINY[:2], "train.epochs=1", "threads=1")
     assert in_process("train", "--data", "mine", *plain, cwd=tmp_path)[0] == 0
     (tmp_path / "mine").rename(tmp_path / "moved")
     code, _, err = in_process("evaluate", "--run-dir", "runs/mine", cwd=tmp_path)
@@ -341,7 +341,7 @@ def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_pat
 def test_the_student_that_is_asked_for_is_the_one_that_is_chosen(in_process, tmp_path, command):
     photos(tmp_path / "mine")
     call = command, "--data", "mine", "--run-dir", "x", "--student"
-    tiny = TINY if command == "run" else [*TINY[:2], "baseline.epochs=1", "threads=1"]
+    tiny = TINY if command == "run" else [*TINY[:2], "train.epochs=1", "threads=1"]
     code, _, err = in_process(*call, "xsa", *sets(*tiny), cwd=tmp_path)
     assert code == 0, err
     [line] = [line for line in err.splitlines() if "model.attention=" in line]
@@ -357,9 +357,9 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
     assert code == 0, err
     assert json.loads(out)["images"] == 19
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    plain = sets(*TINY[:2], "baseline.epochs=3", "threads=1")
+    plain = sets(*TINY[:2], "train.epochs=3", "threads=1")
     code, out, err = in_process("train", "--data", "mine", *plain, cwd=tmp_path)
-    assert code == 0 and "teacher" not in err and "  baseline.epochs=3 " in err, err
+    assert code == 0 and "teacher" not in err and "  train.epochs=3 " in err, err
     trained = tmp_path / "runs" / "mine" / "plain" / "standard"
     assert out == f"{trained.relative_to(tmp_path)}/student\n"
     assert len(metrics(trained / "metrics.jsonl")) == 3
@@ -370,7 +370,7 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
 def test_a_folder_is_compared_without_settings(tmp_path, in_process):
     folder = photos(tmp_path / "photos")
     rows = ("--seeds", "0", "--row", "plain ViT", "--json")
-    changes = sets(*TINY, "baseline.epochs=1")
+    changes = sets(*TINY, "train.epochs=1")
     code, out, err = in_process("compare", "--data", folder, *rows, *changes, cwd=tmp_path)
     assert code == 0, err
     [cell] = json.loads(out)["rows"]

@@ -121,7 +121,7 @@ def test_the_wheel_of_the_sdist_runs_without_the_clone(installed, clone, tmp_pat
         assert files_in(clone / name) <= files_in(packages / name)
     assert files_in(packages / "gaupipe" / "configs") == files_in(clone / "configs")
     assert run(installed / "gaupipe", "--version", **options) == f"gaupipe {__version__}\n"
-    epoch = ["phase_a.max_epochs=1", "train.epochs=1", "baseline.epochs=0", "threads=1"]
+    epoch = ["phase_a.max_epochs=1", "train.epochs=1", "threads=1"]
     epoch += ["data.train_images=64", "phase_b.warm_start=none", "phase_b.gamma_epochs=1"]
     assert "standard, distilled" in run(installed / "gaupipe", "run", *sets(*epoch), **options)
     folder = tmp_path / "runs" / "digits" / "phase_b" / "standard" / "student"

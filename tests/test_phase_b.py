@@ -400,10 +400,10 @@ def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     assert not (run_dir / "plain" / "y").exists()
     for given in ("train.epochs=1", "train={epochs: 1}"):
         settings, _ = RunDirectory(run_dir).with_overrides("y", False, [given])
-        assert settings.baseline_training.epochs == 1
+        assert settings.train.epochs == 1
     phase_b.run(run_dir, **command, overrides=["train.optim.lr=0.5", "train.epochs=1"])
     settings = RunDirectory(run_dir).student_settings("y", distilled=False)
-    assert settings.baseline_training.optim.lr == 0.5
+    assert settings.train.optim.lr == 0.5
     assert len((run_dir / "plain/y/metrics.jsonl").read_text().splitlines()) == 1
 
 

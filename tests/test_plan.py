@@ -199,10 +199,10 @@ def test_plan_has_a_line_for_each_training_of_a_run(tmp_path, in_process):
     assert "teacher" in first and "store (topk)" in second and "standard, distilled" in third
     assert "standard, plain" in fourth and fifth.startswith("total")
     assert max(map(len, out.splitlines())) <= 80
-    options = sets("baseline.epochs=0", "export.kind=prior", "phase_a.per_image=none")
+    options = sets("export.kind=prior", "phase_a.per_image=none")
     options += sets("phase_a.prior=true")
     _, out, _ = in_process("plan", *options, "--json", cwd=tmp_path)
-    assert [*json.loads(out)["stages"]] == ["phase_a", "export", "phase_b"]
+    assert [*json.loads(out)["stages"]] == ["phase_a", "export", "phase_b", "plain"]
 
 
 def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):

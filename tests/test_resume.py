@@ -13,7 +13,7 @@ from gaupipe.system.errors import UserError
 from killing import exit_code, until_it_ends
 from runs import results
 
-TINY = [*tiny(300, 20, 4), "baseline.epochs=4"]
+TINY = tiny(300, 20, 4)
 CASES = {
     "memory": [
         "model.stem=conv",

@@ -56,7 +56,6 @@ def test_the_options_of_a_training_are_settings(tmp_path, in_process):
         assert (settings.data.batch_size, settings.seed) == (25, 7)
     plain = RunDirectory(tmp_path / "train").settings()
     assert (plain.train.epochs, plain.train.optim.lr) == (1, 0.01)
-    assert plain.baseline_training.optim.lr == 0.01  # the digits' baseline has another
     assert len(metrics(tmp_path / "train/plain/standard/metrics.jsonl")) == 1
     teacher = RunDirectory(tmp_path / "phase-a").settings()
     assert (teacher.phase_a.max_epochs, teacher.phase_a.optim.lr) == (1, 0.01)
@@ -64,7 +63,7 @@ def test_the_options_of_a_training_are_settings(tmp_path, in_process):
 
 
 def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
-    settings = load("digits", [*TINY, "baseline.epochs=3"])
+    settings = load("digits", TINY)
     run.run(settings, tmp_path / "run")
     options = {"students": ["standard"], "seeds": [0], "only": ["plain ViT"]}
     (row,) = compare.run(settings, tmp_path / "compare", **options).rows
@@ -130,20 +129,6 @@ def test_other_students_and_a_teacher_may_come_later(trained, tmp_path, in_proce
     assert json.loads(out)["student"] == "other"
     phase_a.run(load("digits", TINY), run_dir)
     assert RunDirectory(run_dir).teacher_digest() is not None
-
-
-def test_a_baseline_has_the_epochs_of_both_phases_in_a_run_with_both(trained, tmp_path, in_process):
-    """Whichever command begins the run. One that was trained before has fewer, which is said."""
-    run_dir = shutil.copytree(trained, tmp_path / "run")
-    epochs = {}
-    for name in ("run", "train"):
-        code, _, err = in_process(name, "--run-dir", run_dir, *SETS, "--student", "xsa")
-        epochs[name] = metrics(run_dir / "plain/xsa/metrics.jsonl")
-        shutil.rmtree(run_dir / "plain" / "xsa")
-        assert (code, "from before" in err) == (0, False), err
-    assert epochs["run"] == epochs["train"] and len(epochs["run"]) == 4
-    code, _, err = in_process("run", "--run-dir", run_dir, *SETS, "--student", "belief2")
-    assert code == 0 and "plain/belief2 is from before phase A: both phases have 4 epochs" in err
 
 
 def test_keywords_of_the_model_join_the_chosen_ones_on_resume_too(tmp_path):
@@ -217,7 +202,7 @@ def test_two_processes_train_like_one(tmp_path):
 
 def test_an_attention_may_be_named_as_papers_spell_it(tmp_path, in_process):
     command = ["train", "digits", "--student", "Belief2", "--run-dir", tmp_path / "run"]
-    code, out, err = in_process(*command, *sets(*TINY, "baseline.epochs=1"))
+    code, out, err = in_process(*command, *sets(*TINY, "train.epochs=1"))
     assert code == 0 and out.strip() == str(tmp_path / "run/plain/belief2/student"), err
     named = load("digits", ["model.attention=AttentionX"])
     assert named == load("digits", ["model.attention=attentionx"])

@@ -113,8 +113,7 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     """Two loops, one training: the same seed, optimizer and epochs give the same metrics."""
     settings = settings_with()
     optim = {"optim": settings.phase_a.optim.model_dump(), "epochs": settings.train.epochs}
-    settings = settings.with_section("baseline", **optim)
-    rows = run_all(settings, tmp_path / "run")
+    rows = run_all(settings.with_section("train", **optim), tmp_path / "run")
     models = ["teacher (phase A)", "standard, distilled", "standard, plain"]
     assert [row.model for row in rows] == models
     for name in ("epochs", "train_acc", "val_acc"):
@@ -489,9 +488,8 @@ def test_a_run_begins_its_student_with_a_slice_of_the_teacher(tmp_path, in_proce
         "phase_b.warm_start=slice",
         "phase_b.optim={lr: 1.0e-9, min_lr: 0}",
         "phase_b.optim.weight_decay=0",
-        "baseline.epochs=0",
     )
-    run_all(settings, tmp_path / "run", "standard")
+    run_all(settings, tmp_path / "run", "standard", baseline=False)
     folders = ("phase_a/teacher", "phase_b/standard/student")
     teacher, student = (
         timm.create_model(f"local-dir:{tmp_path / 'run' / folder}", pretrained=True)
@@ -588,10 +586,9 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
         "phase_b.alpha=0",
         "export.views=2",
         "export.kind=dense",
-        "baseline.epochs=0",
     )
     run = tmp_path / "run"
-    run_all(settings, run)
+    run_all(settings, run, baseline=False)
     maps, image = store.open(run / "maps.zarr"), 2
     data, views = images_of(maps), StoreNotes.of(maps.schema).views
     folder = run / "phase_b" / "standard" / "student"

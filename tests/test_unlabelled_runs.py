@@ -36,7 +36,6 @@ SMALL = sets(
     "model.args={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4, mlp_ratio: 2}",
     "phase_a.max_epochs=1",
     "phase_b.epochs=2",
-    "baseline.epochs=0",
     "threads=1",
 )
 WITHOUT = 10
@@ -49,7 +48,10 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unlabelled")
     photos(folder / "mine/train")
     more_photos(folder / "mine/unlabelled", WITHOUT)
-    assert run_main("run", "--data", "mine", *SMALL, "--run-dir", "run", cwd=folder) == 0
+    assert (
+        run_main("run", "--no-baseline", "--data", "mine", *SMALL, "--run-dir", "run", cwd=folder)
+        == 0
+    )
     return folder
 
 

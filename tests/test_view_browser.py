@@ -41,7 +41,7 @@ KINDS = {
     "dense": dict(kind="dense"),
     "dense-codes": dict(kind="dense", encoding="uint8"),
 }
-SETTINGS = [*tiny(60, 20, 2), "baseline.epochs=1"]
+SETTINGS = tiny(60, 20, 2)
 
 
 def write_kind(folder: Path, name: str) -> str:

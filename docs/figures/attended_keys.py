@@ -10,7 +10,7 @@ on how many there are, so their results are the checkpoints of one training.
               --set phase_a.optim.schedule_args.num_epochs=11"
     for epochs in 1 2 4 8 12; do
         gaupipe train fashion_mnist --student standard --run-dir runs/vit-$epochs $all \
-            --set baseline.epochs=$epochs --set baseline.optim.schedule_args.num_epochs=11
+            --set train.epochs=$epochs --set train.optim.schedule_args.num_epochs=11
         gaupipe phase-a fashion_mnist --run-dir runs/gaussian-$epochs $all $gaussian \
             --set phase_a.max_epochs=$epochs
         gaupipe export-maps --run-dir runs/gaussian-$epochs

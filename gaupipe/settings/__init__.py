@@ -17,11 +17,10 @@ from gaupipe.settings.model import ModelSettings, StudentKey
 from gaupipe.settings.phase_a import PhaseASettings
 from gaupipe.settings.phase_b import PhaseBSettings
 from gaupipe.settings.sections import Count, Scope, Section, Weight, section_of
-from gaupipe.settings.train import BaselineSettings, OptimSettings, TrainChanges, TrainSettings
+from gaupipe.settings.train import OptimSettings, TrainChanges, TrainSettings
 
 __all__ = [
     "FILE_IMAGE_SIZE",
-    "BaselineSettings",
     "DataSettings",
     "ExportSettings",
     "LogSettings",
@@ -82,7 +81,6 @@ class Settings(Section):
     export: ExportSettings = ExportSettings()
     log: Annotated[LogSettings, Scope.ANYTIME] = LogSettings()
     phase_b: Annotated[PhaseBSettings, Scope.STUDENT] = PhaseBSettings()
-    baseline: Annotated[BaselineSettings, Scope.STUDENT] = BaselineSettings()
 
     def with_section(self, name: str, **changes: Any) -> Settings:
         """These settings with other values in a section, which are not checked again."""
@@ -111,25 +109,12 @@ class Settings(Section):
         """What the student of phase B is trained with."""
         return self.phase_b.over(self.train)
 
-    @property
-    def baseline_training(self) -> TrainSettings:
-        """What a ViT without a teacher is trained with."""
-        return self.baseline.over(self.train)
-
-    @property
-    def baseline_epochs(self) -> int:
-        """Epochs of the baseline of a run with both phases."""
-        if self.baseline.epochs is not None:
-            return self.baseline.epochs
-        return self.student_training.epochs + self.phase_a.most_epochs
-
     def with_training(self, *, distilled: bool) -> Settings:
-        """These settings for one student alone: ``train`` is what it is trained with, and neither
-        ``phase_b`` nor ``baseline`` changes that."""
-        train = self.student_training if distilled else self.baseline_training
+        """These settings for one student alone: ``train`` is what it is trained with, and
+        ``phase_b`` does not change that."""
+        train = self.student_training if distilled else self.train
         phase_b = self.phase_b.model_copy(update=dict(TrainChanges()))
-        changes = {"train": train, "phase_b": phase_b, "baseline": BaselineSettings()}
-        return self.model_copy(update=changes)
+        return self.model_copy(update={"train": train, "phase_b": phase_b})
 
     def without_student(self) -> Settings:
         """These settings with the defaults of whatever phase A does not read."""
@@ -144,7 +129,6 @@ class Settings(Section):
             "model": model,
             "train": TrainSettings(),
             "phase_b": PhaseBSettings(),
-            "baseline": BaselineSettings(),
             "export": ExportSettings(),
         }
         return self.model_copy(update=changes)

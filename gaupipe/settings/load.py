@@ -67,36 +67,35 @@ def _for_model(tree: Tree, given: Tree) -> Tree:
 
 def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. What is set
-    in ``train`` holds for ``phase_b`` and ``baseline`` too, unless set there. Raises UserError for
-    text that is no such setting."""
+    in ``train`` holds for ``phase_b`` too, unless set there. Raises UserError for text that is no
+    such setting."""
     given: Tree = {}
     for override in overrides:
         _apply(given, override)
-    _forget_other_trainings(tree, given)
+    _forget_in_phase_b(tree, given)
     for override in overrides:
         _apply(tree, override)
     return tree
 
 
-def _forget_other_trainings(tree: Tree, given: Tree) -> None:
-    """Takes out of ``phase_b`` and ``baseline`` what ``given`` sets in ``train``. A file may give
-    the student 8 epochs and the baseline 12; but whoever then says ``--epochs 2`` means both, and
-    which was said later is no longer known once the two are merged."""
+def _forget_in_phase_b(tree: Tree, given: Tree) -> None:
+    """Takes out of ``phase_b`` what ``given`` sets in ``train``. A file may give the student 8
+    epochs and the baseline 12; but whoever then says ``--epochs 2`` means both, and which was said
+    later is no longer known once the two are merged."""
     for name, _ in _leaves(given.get("train", {}), ""):
         *parents, leaf = name.split(".")[:2]  # keywords in optim.args are one setting
-        for section in ("phase_b", "baseline"):
-            inside: Any = tree
-            for part in (section, *parents):
-                inside = inside.get(part) if isinstance(inside, dict) else None
-            if isinstance(inside, dict):
-                inside.pop(leaf, None)
+        inside: Any = tree
+        for part in ("phase_b", *parents):
+            inside = inside.get(part) if isinstance(inside, dict) else None
+        if isinstance(inside, dict):
+            inside.pop(leaf, None)
 
 
 def load_merged(source: str | Path, overrides: Sequence[str]) -> Settings:
     """As :func:`load`, but keywords such as those of ``model.args`` join the file's."""
     tree = read_yaml(source)
     given = with_overrides({}, overrides)
-    _forget_other_trainings(tree, given)
+    _forget_in_phase_b(tree, given)
     return parse(_merged(tree, given), "--set")
 
 
@@ -274,17 +273,6 @@ def set_value(tree: Tree, key: str, value: Any, where: str) -> None:
     tree[leaf] = value
 
 
-def check_distilled(names: Iterable[str], where: str = "--set") -> None:
-    """Raises UserError for a name "baseline.b": a student with a teacher does not read it."""
-    for name in names:
-        section, dot, field = name.partition(".")
-        if section == "baseline":
-            raise UserError(
-                f"{where} {name}: baseline is for the plain ViT, and this one has a teacher: set "
-                f"train{dot}{field}, or phase_b{dot}{field}"
-            )
-
-
 def check_plain(names: Iterable[str], where: str = "--set") -> None:
     """Raises UserError for a name "phase_b.b" by which a training without a teacher would have to
     be told how to train: it does not read ``phase_b``."""
@@ -293,5 +281,5 @@ def check_plain(names: Iterable[str], where: str = "--set") -> None:
         if section == "phase_b" and field.partition(".")[0] in TrainSettings.model_fields:
             raise UserError(
                 f"{where} {name}: phase_b is for students with a teacher, and this one has none: "
-                f"set train.{field}, or baseline.{field}"
+                f"set train.{field}"
             )

@@ -1,4 +1,4 @@
-"""The sections ``train`` and ``baseline``, and the optimizer: what a ViT is trained with."""
+"""The section ``train`` and the optimizer: what a ViT is trained with."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class OptimSettings(Section):
 
 
 class TrainSettings(Section):
-    """What every ViT is trained with: the student of phase B, the baseline, and the ViT of
-    ``gaupipe train``. A student of phase B takes a field of the same name from ``phase_b`` instead,
-    where that is set, and a ViT without a teacher from ``baseline``. A setting of ``train`` on the
-    command line counts for both, although the file may have others for them."""
+    """What a ViT is trained with on the labels alone: the baseline, and the ViT of ``gaupipe
+    train``. A student of phase B takes a field of the same name from ``phase_b`` instead, where
+    that is set. A setting of ``train`` on the command line counts for both, although the file may
+    have another one for the student."""
 
     epochs: Positive = 12
     """Number of epochs."""
@@ -72,7 +72,7 @@ class TrainSettings(Section):
 
 
 class TrainChanges(Section):
-    """Fields of :class:`TrainSettings` in which one kind of training differs from ``train``."""
+    """Fields of :class:`TrainSettings` in which a student is trained otherwise."""
 
     epochs: Positive | None = None
     """Null is ``train.epochs``."""
@@ -96,17 +96,3 @@ class TrainChanges(Section):
             if value is not None:
                 fields[name] = value
         return TrainSettings.model_validate(fields)
-
-
-class BaselineSettings(TrainChanges):
-    """The baseline: the student's ViT, trained on the labels alone, as ``gaupipe train`` does
-    too."""
-
-    epochs: Count | None = None
-    """Epochs of the baseline. In a run with both phases null is as many as both have together, and
-    ``train.epochs`` otherwise, and in ``gaupipe compare``. With 0 ``gaupipe run`` trains none."""
-
-    def over(self, train: TrainSettings) -> TrainSettings:
-        if self.epochs == 0:
-            return self.model_copy(update={"epochs": None}).over(train)
-        return super().over(train)

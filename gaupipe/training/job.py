@@ -22,7 +22,6 @@ from gaupipe.data.images import UNLABELLED
 from gaupipe.data.mixing import Mix, mixed_targets
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import (
-    BaselineSettings,
     ExportSettings,
     Settings,
     TrainChanges,
@@ -256,7 +255,7 @@ def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
     """A student that learns from the labels alone, freshly started. ``afresh`` False leaves trained
     weights out. Writes nothing. Raises UserError for settings that do not fit."""
     device = select_device(settings.device, settings.threads)
-    train = settings.baseline_training
+    train = settings.train
     student = build_student(settings, data, train, trained=afresh).to(device)
     epochs = [
         EpochPlan(dropped=share_of_dropped_patches(train, epoch)) for epoch in range(train.epochs)
@@ -292,7 +291,6 @@ def identity(settings: Settings, data: ImageData, train: TrainSettings) -> Ident
     changes = {
         "train": train.model_copy(update={"keep": "last"}),
         "phase_b": settings.phase_b.model_copy(update=dict(TrainChanges())),
-        "baseline": BaselineSettings(),
         "export": ExportSettings(),
     }
     return flatten(settings.model_copy(update=changes), Scope.ANYTIME) | {

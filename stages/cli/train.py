@@ -62,6 +62,10 @@ def run(
     student: Attention = None,
     teacher: Teacher = None,
     download: Download = False,
+    baseline: Annotated[
+        bool,
+        option("--baseline/--no-baseline", "Also train the same ViT on the labels alone."),
+    ] = True,
 ) -> None:
     """All stages, then a table of what was gained.
 
@@ -77,7 +81,7 @@ def run(
     with starts("all stages", settings, folder, student):
         from stages import run as stage
 
-    lines = stage.run(settings, folder, student)
+    lines = stage.run(settings, folder, student, baseline=baseline)
     print_rich(stage.table(lines, f"{settings.data.title}: {folder}"))
     say_next(["evaluate", "--run-dir", folder], ["view", "--run-dir", folder])
 

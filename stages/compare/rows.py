@@ -18,7 +18,7 @@ from gaupipe.settings import (
     PhaseBSettings,
     Settings,
 )
-from gaupipe.settings.load import ByName, check_distilled, check_plain, parse, set_value
+from gaupipe.settings.load import ByName, check_plain, parse, set_value
 from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
 from stages.runs.choices import WITH_A_TEACHER
@@ -146,7 +146,6 @@ def _check_is_read(changes: ByName, plain: bool, where: str) -> None:
     """Raises UserError for a change that leaves a row as it was, because its training does not read
     such settings."""
     if not plain:
-        check_distilled(changes, where)
         return
     check_plain(changes, where)
     for name in changes:

@@ -209,7 +209,7 @@ def checked(row: Row, settings: Settings, data: ImageData) -> Settings:
     try:
         select_device(settings.device, settings.threads)
         if row.plain:
-            checked_student(settings, data, settings.baseline_training)
+            checked_student(settings, data, settings.train)
             return settings
         teacher = outline(settings, data)
         check_student(teacher)

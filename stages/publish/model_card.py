@@ -51,7 +51,7 @@ def write(
         model_name=title,
         eval_results=[result],
     )
-    train = settings.student_training if student.distilled else settings.baseline_training
+    train = settings.student_training if student.distilled else settings.train
     config = json.loads((student.folder / "student" / "config.json").read_bytes())
     metrics = metrics_in(student.folder)
     attention = settings.model.attention

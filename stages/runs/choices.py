@@ -312,7 +312,6 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
     epochs = choices.choose("phase_b.epochs", epochs, f"which show it {epochs * both:,} images")
     if choices.given("train.epochs") is None:
         choices.choose("train.epochs", labels_epochs, "of the baseline, on the labels alone")
-    choices.choose("baseline.epochs", choices.given("train.epochs"))
     share = 0.5
     if unlabelled:
         share = max(SMALLEST_SHARE, round(images / both, 2))
@@ -342,10 +341,7 @@ def _choose_training(choices: Choices, images: int, epochs: int, tokens: int, pa
     if teacher_kind(teacher).trained:
         teacher_epochs = max(1, student_epochs // 2)
         epochs += choices.choose("phase_a.max_epochs", teacher_epochs, "of the teacher, at most")
-    key = "train.epochs"
-    if choices.given("baseline.epochs") is not None:
-        key = "baseline.epochs"
-    choices.choose(key, epochs, f"which show a ViT {epochs * images:,} images")
+    choices.choose("train.epochs", epochs, f"which show a ViT {epochs * images:,} images")
     if teacher == "gaussian":
         _choose_the_papers(choices, tokens)
     else:

@@ -169,12 +169,7 @@ class RunDirectory:
             )
         if not (folder / "config.yaml").is_file():
             settings = settings.with_buckets(distributed.world_size())
-        if distilled:
-            return settings, folder
-        given = with_overrides({}, overrides).get("train")
-        if isinstance(given, dict) and "epochs" in given:
-            settings = settings.with_section("baseline", epochs=settings.baseline_training.epochs)
-        return self.with_baseline(settings, name), folder
+        return settings, folder
 
     def student_settings(self, name: str, distilled: bool = True) -> Settings:
         """The settings that a student was trained with; with the folder of the images that the run
@@ -292,19 +287,6 @@ class RunDirectory:
 
         before = load(self.config) if self.config.is_file() else None
         return settled(settings, before)
-
-    def with_baseline(self, settings: Settings, name: str) -> Settings:
-        """The settings with the epochs of the baseline of this name. Where they leave these open,
-        a run with phase A gives a new baseline those of both phases together; one that was begun
-        has the epochs it began with."""
-        if settings.baseline.epochs is not None:
-            return settings
-        begun = self.student(name, distilled=False) / "config.yaml"
-        if begun.is_file():
-            epochs = load(begun).baseline.epochs
-        else:
-            epochs = settings.baseline_epochs if self.phase_a.exists() else None
-        return settings.with_section("baseline", epochs=epochs)
 
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gaupipe.attention import ATTENTION
 from gaupipe.settings import Settings
-from gaupipe.settings.load import check_distilled, check_plain, dump, with_anytime
+from gaupipe.settings.load import check_plain, dump, with_anytime
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
 from stages.runs.directory import RunDirectory, check_name, has_checkpoint
@@ -101,8 +101,8 @@ def resolve(
             f"--maps {maps_url!r}: should be the path or URL of a store, and is not for a "
             "training on the labels alone (--no-distill)"
         )
-    check = check_distilled if distilled else check_plain
-    check(override.partition("=")[0] for override in overrides)
+    if not distilled:
+        check_plain(override.partition("=")[0] for override in overrides)
     if student:
         overrides = [*overrides, f"model.attention={student}"]
     settings, folder = run.with_overrides(named, distilled, overrides)
