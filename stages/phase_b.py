@@ -15,6 +15,7 @@ from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
+from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.base import outline
 from gaupipe.training.job import Training, train
@@ -91,6 +92,7 @@ def build(
         teacher_sha256=teacher.teacher_digest() if maps_url is None else None,
         preload_bytes=PRELOAD_BYTES,
     )
+    LOG.debug(f"store {url}: {maps.schema.kind}, {len(maps)} entries")
     unlabelled = None
     if data.unlabelled is not None:
         unlabelled = store.open(

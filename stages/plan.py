@@ -265,9 +265,7 @@ def seconds_of(
         seen = images + unlabelled
         seconds["phase_b"] = student_seconds(settings, data, train, seen, gammas(settings))
     if "plain" in stages:
-        epochs = stages["plain"]["epochs"]
-        train = settings.baseline_training.model_copy(update={"epochs": epochs})
-        seconds["plain"] = student_seconds(settings, data, train, images)
+        seconds["plain"] = student_seconds(settings, data, settings.train, images)
     return seconds
 
 

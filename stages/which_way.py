@@ -82,8 +82,8 @@ def run(small: Settings, tuned: Settings) -> Way:
         images=len(ids),
         probe_acc=out_of_fold(probe, features, labels, small.seed),
         hog_acc=out_of_fold(SVC(C=10.0), gradients_of(data, ids), labels, small.seed),
-        small_seconds=student_seconds(small, data, small.baseline_training, len(data.train)),
-        tuned_seconds=student_seconds(tuned, own, tuned.baseline_training, len(own.train)),
+        small_seconds=student_seconds(small, data, small.train, len(data.train)),
+        tuned_seconds=student_seconds(tuned, own, tuned.train, len(own.train)),
     )
 
 

@@ -17,10 +17,12 @@ import torch
 import typer
 
 import gaupipe  # noqa: F401  (before the command line, which would leave torch for later)
+from gaupipe.system.messages import show_messages
 from pictures import write_idx
 from runs import run_main
 from storage import CREDENTIALS, s3_server
 
+show_messages()  # as the command line does, for tests that call stages
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that begin after this one
 

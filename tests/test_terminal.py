@@ -1,6 +1,7 @@
 """Lines on a terminal of 80 columns: what can be copied stays in one piece."""
 
 import io
+import logging
 import re
 import shlex
 import subprocess
@@ -8,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gaupipe.system import progress
+from gaupipe.system import distributed, progress
+from gaupipe.system.messages import LOG, show_messages
 from gaupipe.system.progress import EpochProgress
 from gaupipe.system.terminal import aligned, fitted
 
@@ -102,3 +104,29 @@ def test_of_many_epochs_a_terminal_keeps_ten(monkeypatch):
     start = lines.index("epoch     val   time")
     assert lines[start + 1] == "    1   0.0 %  0.1 s"
     assert lines[-1] == "   48  47.0 %  0.1 s" and len(lines) == start + 11
+
+
+def test_the_library_says_only_warnings_unless_it_is_asked(monkeypatch, capfd, caplog):
+    """As in a program of a user, which has no handler of the command line."""
+    monkeypatch.setattr(LOG, "handlers", [])
+    monkeypatch.setattr(LOG, "propagate", False)
+    monkeypatch.setattr(LOG, "level", logging.NOTSET)
+    with EpochProgress("xsa", 10, 1) as job:
+        job.epoch(1, {"val": "50.0 %"})
+    assert capfd.readouterr() == ("", "")
+    LOG.warning("left out")
+    assert capfd.readouterr() == ("", "left out\n")
+    monkeypatch.setattr(LOG, "propagate", True)
+    with caplog.at_level(logging.INFO, "gaupipe"):
+        job.epoch(1, {"val": "50.0 %"})
+    assert caplog.messages == ["xsa epoch 1/1: val 50.0 %"]
+
+
+def test_brackets_and_other_ranks(monkeypatch, capfd):
+    """A path is no markup, and other ranks say nothing."""
+    show_messages()
+    LOG.info("photos/[red]/a.png")
+    assert capfd.readouterr().err == "photos/[red]/a.png\n"
+    monkeypatch.setattr(distributed, "launch", lambda: distributed.Launch(1, 2, 1, 2))
+    LOG.warning("of rank 1")
+    assert capfd.readouterr().err == ""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gaupipe.system.messages import show_messages
 from killing import FORKS
 
 
@@ -29,6 +30,7 @@ def rank_of(rank: int, size: int, port: int, folder: Path, work, arguments) -> N
         os.dup2(words.fileno(), 1)
         os.dup2(words.fileno(), 2)
         torch.set_num_threads(1)
+        show_messages()
         work(*arguments)
 
 

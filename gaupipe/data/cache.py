@@ -20,8 +20,8 @@ from torch import Tensor
 
 from gaupipe.system import machine, signals
 from gaupipe.system.files import alone_in, flush, partial_prefix, whole_file, write_whole
+from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochProgress
-from gaupipe.system.terminal import say
 
 UNUSED_DAYS = 60
 """Images that nobody has read for so long are removed when others are kept."""
@@ -113,7 +113,7 @@ class ImageCache:
                 if not self.open() and self.fits():
                     self._make(image_of)
         except OSError as error:
-            say(
+            LOG.warning(
                 f"data.cache: decoded images cannot be kept in {self.path.parent} "
                 f"({error.strerror}): they are decoded in every epoch; GAUPIPE_CACHE names "
                 "another folder"

@@ -17,7 +17,7 @@ from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from gaupipe.system.errors import UserError
-from gaupipe.system.terminal import say
+from gaupipe.system.messages import LOG
 
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
 """Pillow's formats whose signatures are strong: no damaged file passes for one of them."""
@@ -182,7 +182,7 @@ def _say_if_dark(values: np.ndarray, white: int, name: str) -> None:
     if np.partition(values, -few, axis=None)[-few] >= DARK * white or SAID.is_set():
         return
     SAID.set()
-    say(
+    LOG.warning(
         f"gaupipe: {name}: has more than 8 bits and hardly a value above a quarter of the largest, "
         "so it is almost black: if its white is less than 65535, as of 10, 12 or 14 bits, scale "
         "such images to 8 bits first"

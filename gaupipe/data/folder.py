@@ -12,7 +12,7 @@ from pathlib import Path
 from gaupipe.data.decoding import is_image
 from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
-from gaupipe.system.terminal import say_once
+from gaupipe.system.messages import warn_once
 
 SPLITS = {
     "train": ("train", "training", "train_set", "training_set", "seg_train"),
@@ -103,7 +103,7 @@ def find_splits(root: Path) -> SplitFolders:
     unlabelled = folders.pop("unlabelled", None)
     if "train" in folders:
         if others:
-            say_once(
+            warn_once(
                 f"data.root {root}: left out the folders beside the training images that are "
                 f"neither validation nor test images: {', '.join(others)}"
             )
@@ -234,7 +234,7 @@ def say_left_out(place: str, others: Sequence[str], astray: Sequence[str] = ()) 
         f"{what}: {len(paths)}, such as {paths[0]}" for what, paths in reasons.items() if paths
     ]
     if parts:
-        say_once(f"{place}: left out {'; '.join(parts)}")
+        warn_once(f"{place}: left out {'; '.join(parts)}")
 
 
 def check_masks(folder: Path, classes: Mapping[str, list[str]]) -> None:

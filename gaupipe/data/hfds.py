@@ -15,7 +15,7 @@ from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.imports import pip_install
-from gaupipe.system.terminal import say_once
+from gaupipe.system.messages import warn_once
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -64,7 +64,7 @@ def row_sources(settings: DataSettings, download: bool) -> dict[str, FileImages]
     for name, table in _tables(settings, download).items():
         split = split_of(name)
         if split is None:
-            say_once(f"{settings.name}: left out {name}, which is neither train, val nor test")
+            warn_once(f"{settings.name}: left out {name}, which is neither train, val nor test")
             continue
         if split in splits:
             raise UserError(
@@ -74,7 +74,7 @@ def row_sources(settings: DataSettings, download: bool) -> dict[str, FileImages]
         if images is not None:
             splits[split] = images
         elif split != "train":
-            say_once(f"{settings.name}: left out {name}, in which images have no labels")
+            warn_once(f"{settings.name}: left out {name}, in which images have no labels")
         else:
             raise UserError(
                 f"{settings.name}: no labels in the columns {', '.join(table.column_names)}: the "
@@ -127,7 +127,9 @@ def _images_of(name: str, table: Dataset) -> Images | None:
         return None
     label, *others = dict.fromkeys([*both, *classed, *named])
     if others:
-        say_once(f"{name}: the classes are those of the column {label}, not of {', '.join(others)}")
+        warn_once(
+            f"{name}: the classes are those of the column {label}, not of {', '.join(others)}"
+        )
     kind = features[label]
     dtype = getattr(kind, "dtype", "lists")
     if label not in classed and not (isinstance(kind, datasets.Value) and is_name(dtype)):
@@ -184,7 +186,7 @@ def _names_and_bytes(name: str, table: Dataset) -> tuple[list[str], Rows]:
     if len(columns) > 1:
         column = IMAGE_COLUMN
         others = [other for other in columns if other != column]
-        say_once(f"{name}: left out the images in {', '.join(others)}, beside those in {column}")
+        warn_once(f"{name}: left out the images in {', '.join(others)}, beside those in {column}")
     missing = table.data.column(column).null_count
     if missing:
         raise UserError(f"{name}: {missing} of {len(table)} rows have no {column}: take them out")

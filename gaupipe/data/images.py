@@ -30,8 +30,8 @@ from gaupipe.data.cache import ImageCache, digests_file, read_digests, write_dig
 from gaupipe.data.decoding import RULES, check, identify, read_rgb, refusing
 from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.system.errors import UserError
+from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochProgress
-from gaupipe.system.terminal import say
 
 UNLABELLED = -1
 """In place of the label of an image that has none."""
@@ -74,7 +74,7 @@ def say_lines(lines: Iterable[str]) -> None:
     """Prints lines on stderr, in the first process alone."""
     if multiprocessing.parent_process() is None:
         for line in lines:
-            say(line)
+            LOG.warning(line)
 
 
 def as_asked(images: FileImages) -> FileImages:

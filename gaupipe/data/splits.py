@@ -24,7 +24,7 @@ from gaupipe.data.unlabelled import JoinedImages, open_unlabelled, without_copie
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import utf8, write_whole
-from gaupipe.system.terminal import say_once
+from gaupipe.system.messages import LOG, warn_once
 
 APART = 1 << 62
 """Is added to the ids of images without labels before anything is drawn by them, so that they get
@@ -341,6 +341,7 @@ def load_data(
         others = without_copies(others, labelled)
         data.unlabelled = Split(others, np.arange(len(others)))
         data.unlabelled_sha256 = _digest(data.unlabelled)
+    LOG.debug(f"data set {data.name}: sha256 {data.sha256} of {len(data.train)} training images")
     return data
 
 
@@ -359,7 +360,7 @@ def say_copies(name: str, what: str, split: Split, train: Split) -> None:
     """Says how many images of a split, which are ``what``, are training images too."""
     count = int(copies_in(split, train).sum())
     if count:
-        say_once(
+        warn_once(
             f"data set {name}: {count} of {len(split)} {what} images are copies of training "
             "images, so that their accuracy says too much: --set data.leave_out_copies=true "
             "leaves these training images out"
@@ -381,7 +382,7 @@ def _without_copies(train: Split, held_out: Sequence[Split]) -> np.ndarray:
             f"{names[lost[0]] if names else lost[0]} are copies of validation or test images"
         )
     if is_copy.any():
-        say_once(
+        warn_once(
             "data.leave_out_copies: left out training images that are copies of validation or "
             f"test images: {is_copy.sum()} of {len(train)}"
         )

@@ -27,7 +27,7 @@ from gaupipe.data.folder import (
 from gaupipe.data.images import stamp_of
 from gaupipe.data.packed import Images
 from gaupipe.system.errors import UserError
-from gaupipe.system.terminal import say_once
+from gaupipe.system.messages import warn_once
 
 MOST_LINKS = 40
 """Links to links that are followed, as Linux does."""
@@ -142,7 +142,7 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
         found.setdefault(split, []).append(member._replace(path=path, label=label))
     others = found.pop("", [])
     if others:
-        say_once(f"{root}: left out {len(others)} images that are of no split")
+        warn_once(f"{root}: left out {len(others)} images that are of no split")
 
     splits = {}
     for split, inside in found.items():
@@ -289,7 +289,7 @@ def _with_links(archive: Path) -> Iterator[tuple[str, int, int]]:
             )
         yield name, *places[target]
     if left_out:
-        say_once(f"{archive}: left out {left_out} links to folders or to what is no image")
+        warn_once(f"{archive}: left out {left_out} links to folders or to what is no image")
 
 
 def _files_in(archive: Path) -> Iterator[tuple[str, int, int, str]]:

@@ -19,7 +19,7 @@ from gaupipe.data.tar import Archive, find_archives, images_without_labels
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS
 from gaupipe.system.errors import UserError
-from gaupipe.system.terminal import say_once
+from gaupipe.system.messages import warn_once
 
 MOST_DECODED_FIRST = 100_000
 """Of more images only the bytes are read before the first step, because to decode them takes hours:
@@ -42,7 +42,7 @@ def open_unlabelled(
     if place is None:
         return None
     if beside is not None and os.path.realpath(place) != os.path.realpath(beside):
-        say_once(f"data.unlabelled: {place} is taken, and {beside} left out")
+        warn_once(f"data.unlabelled: {place} is taken, and {beside} left out")
     if not isinstance(train, FileImages):
         raise UserError(
             f"data.unlabelled: {place} cannot join the images of {settings.name}, which are in no "
@@ -111,7 +111,7 @@ def without_copies(images: FileImages, others: Iterable[FileImages]) -> FileImag
         )
     if not count:
         return images
-    say_once(
+    warn_once(
         f"data.unlabelled {images.root}: left out copies of training, validation and test images: "
         f"{count}"
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gaupipe.system.errors import UserError
+from gaupipe.system.messages import LOG
 
 
 @contextlib.contextmanager
@@ -31,6 +32,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file that is there with all of its content or not at all."""
     with whole_file(path) as partial:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode())
+    LOG.debug(f"wrote {path}")
 
 
 def write_flushed(path: Path, text: str) -> None:

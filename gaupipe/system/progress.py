@@ -3,21 +3,21 @@ metrics.jsonl."""
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import naming
-from gaupipe.system.terminal import aligned, fitted
+from gaupipe.system.messages import LOG, shared_console
+from gaupipe.system.terminal import aligned
 
 T = TypeVar("T")
 
@@ -49,18 +49,6 @@ class EpochMetrics(TypedDict):
     processor_seconds: NotRequired[float]
     """As ``seconds``; of a teacher that was trained before, of its linear probe alone."""
     images_per_s: NotRequired[float]
-
-
-@functools.cache
-def shared_console() -> Console:
-    """One for all bars: a bar that begins inside another one is drawn below it, not over it."""
-    return Console(stderr=True, highlight=False, markup=False)  # a path may have brackets
-
-
-def say(text: str) -> None:
-    """Prints a line, above a bar where there is one."""
-    console = shared_console()
-    console.print(fitted(text, console.file), soft_wrap=True)
 
 
 EPOCHS_SHOWN = 10
@@ -160,9 +148,9 @@ class EpochProgress:
         self._bar.last = text
 
     def line(self, text: str) -> None:
-        """Prints a line above the bar."""
+        """Says a line, which is printed above the bar."""
         self._said = time.monotonic()
-        say(text)
+        LOG.info(text)
 
 
 def duration(seconds: float) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import re
 import shlex
 import shutil
@@ -42,13 +40,6 @@ def fitted(line: str, stream: IO[str], command: Sequence[str] = (), indent: int 
 def say(line: str, command: Sequence[str] = (), indent: int = 2) -> None:
     """Prints on stderr what :func:`fitted` makes of a line."""
     print(fitted(line, sys.stderr, command, indent), file=sys.stderr, flush=True)
-
-
-@functools.cache
-def say_once(line: str) -> None:
-    """:func:`say`, but for workers that load images, and for the second time."""
-    if multiprocessing.parent_process() is None:
-        say(line)
 
 
 def continued(command: Sequence[str], columns: int) -> str:

@@ -19,10 +19,9 @@ from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import local_axes
 from gaupipe.maps.stored import AS_STORED, Seen, StoredGaussians, select_heads
 from gaupipe.settings import PhaseASettings, Settings
-from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.system.progress import say
+from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import MapShape, Outputs, Teacher
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.state import TrainingState
@@ -99,8 +98,7 @@ class LocalTeacher(Teacher):
     def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
         """Trains nothing, and says what the teacher is."""
         super().train(state, folder, finished)
-        if distributed.is_main():
-            say("phase A: local needs no training, and phase B makes its maps")
+        LOG.info("phase A: local needs no training, and phase B makes its maps")
 
     def outputs(self, batch: Batch, generator: torch.Generator, **options: Any) -> Outputs:
         raise NotImplementedError("phase B makes the maps of local")

@@ -22,8 +22,8 @@ from gaupipe.data.splits import Split
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.system.terminal import say
 from gaupipe.teachers.base import Outputs, Teacher, metrics_of_no_epoch
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.teachers.probe import Probe, check_probe, fit_probe, load_probe
@@ -206,13 +206,11 @@ class ModelTeacher(Teacher):
                 f"{start}: a linear probe on its features predicts them: "
                 f"{100 * self.probe.accuracy:.1f} % of the validation images"
             )
-        if distributed.is_main():
-            say(line)
+        LOG.info(line)
 
     def say_own_head(self, accuracy: float) -> None:
         """Says how good the teacher's own predictions are, and how its classes were matched."""
-        if distributed.is_main():
-            say(
-                f"gaupipe: {self.network.name}: its own head predicts the classes, matched by "
-                f"{self.network.matched_by}: {100 * accuracy:.1f} % of the validation images"
-            )
+        LOG.info(
+            f"gaupipe: {self.network.name}: its own head predicts the classes, matched by "
+            f"{self.network.matched_by}: {100 * accuracy:.1f} % of the validation images"
+        )

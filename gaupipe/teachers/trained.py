@@ -15,7 +15,7 @@ from gaupipe.settings import Settings, TrainSettings
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
-from gaupipe.system.progress import say
+from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import Teacher, ending, identity
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
@@ -114,7 +114,7 @@ class TrainedOnLabels(ModelTeacher):
         assert state is not None
         images = self.images_for_training
         train(self.training(), state, folder, "phase A")
-        say(f"phase A: {ending(self.settings.phase_a, state.metrics)}")
+        LOG.info(f"phase A: {ending(self.settings.phase_a, state.metrics)}")
 
         with distributed.rank_zero_first():
             if distributed.is_main():

@@ -18,10 +18,9 @@ from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.load import parse
 from gaupipe.settings.teachers import TEACHERS
-from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.system.terminal import say_once
+from gaupipe.system.messages import warn_once
 from gaupipe.teachers.base import Outputs, Teacher, outline
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
@@ -108,8 +107,8 @@ class VitTeacher(ModelTeacher):
     def say_before(self) -> None:
         """Says of a teacher with parts that its student has not that its maps may not help."""
         parts = parts_of_teachers(self.network.model)
-        if parts and distributed.is_main():
-            say_once(
+        if parts:
+            warn_once(
                 f"gaupipe: {self.network.name}: has {' and '.join(parts)}, which its student "
                 "lacks: students of such teachers lost up to 5 points (arXiv 2605.07191); compare "
                 "with the same ViT without a teacher"

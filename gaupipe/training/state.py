@@ -15,6 +15,7 @@ from gaupipe.settings.load import check_as_begun
 from gaupipe.system import digests, distributed
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import flush
+from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
 
 Identity = dict[str, object]
@@ -154,6 +155,7 @@ class TrainingState(Generic[Network]):
         digests.save(state, partial)
         partial.replace(folder / "state.pt")
         flush(folder)
+        LOG.debug(f"wrote {folder / 'state.pt'} after epoch {len(self.metrics)}")
         self.remove_superseded(folder)
 
     def load(self, folder: Path) -> bool:
@@ -167,6 +169,7 @@ class TrainingState(Generic[Network]):
             digests.check(path)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             self._restore(state, folder)
+            LOG.debug(f"read {path} of epoch {len(self.metrics)}")
         except (UserError, OSError):
             raise
         except Exception as error:  # whatever torch makes of a foreign file

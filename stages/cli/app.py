@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from gaupipe import __version__
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
+from gaupipe.system.messages import show_messages
 from stages.begin import import_file
 from stages.cli.options import option, parse_path, untyped
 
@@ -55,9 +57,11 @@ def root(
     debug: Annotated[
         bool, option("--debug", "Show where an error was raised.", envvar=DEBUG, show_envvar=True)
     ] = False,
+    verbose: Annotated[bool, option("-v", "Say more: what is read and written.")] = False,
 ) -> None:
     if debug:
         os.environ[DEBUG] = "1"  # of the processes that a command starts, too
+    show_messages(logging.DEBUG if verbose else logging.INFO)
     context.obj = files or []  # for the processes that a command starts
     for file in context.obj:
         import_file(file)

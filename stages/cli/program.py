@@ -13,6 +13,7 @@ import typer
 
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped, mistake_of, one_line
+from gaupipe.system.messages import show_messages
 from stages.cli import look, measure, share, train  # noqa: F401  (their commands join the app)
 from stages.cli.app import DEBUG, app
 from stages.cli.hints import say
@@ -38,6 +39,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    show_messages()
     here = distributed.launch()
     if here.rank:  # results are rank 0's
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)

@@ -24,7 +24,8 @@ from gaupipe.system import digests
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.system.progress import duration, say
+from gaupipe.system.messages import LOG
+from gaupipe.system.progress import duration
 from gaupipe.teachers.base import outline
 from gaupipe.training import loggers
 from gaupipe.training.curves import save
@@ -85,7 +86,7 @@ def run(
     left = sum(not training.finished for training in every)
     if left:
         line = f"{left} of {len(every)} trainings are left"
-        say(f"compare: {line}, about {duration(seconds_left(trainings) / jobs)}")
+        LOG.info(f"compare: {line}, about {duration(seconds_left(trainings) / jobs)}")
     with locked(run_dir, "comparison"):
         outcomes = train([*chain(*trainings)], jobs, imports)
         results = report(settings.data.title, trainings, outcomes, targets)
@@ -169,7 +170,7 @@ def seconds_left(trainings: Sequence[Sequence[RowTraining]]) -> float:
         images = len(data.train)
         teachers: set[Path] = set()
         if left[0].row.plain:
-            each = student_seconds(settings, data, settings.baseline_training, images)
+            each = student_seconds(settings, data, settings.train, images)
         else:
             train = settings.student_training
             each = student_seconds(settings, data, train, images, gammas(settings))

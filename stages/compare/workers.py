@@ -27,6 +27,7 @@ from gaupipe.settings.load import dump
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+from gaupipe.system.messages import show_messages
 from gaupipe.system.progress import EpochMetrics, epochs_in, total_seconds
 from gaupipe.training.scores import classification_metrics, packed, predictions
 from stages import export, phase_a, phase_b
@@ -126,6 +127,7 @@ def _start_worker(jobs: int, imports: Sequence[Path]) -> None:
     """Prepares a worker process. It leaves Ctrl-C to the first process, which kills its workers,
     and ends when that process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    show_messages()  # into the logs of trainings
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     machine.jobs = jobs
 

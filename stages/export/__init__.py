@@ -18,7 +18,7 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import with_anytime, with_overrides
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-from gaupipe.system.progress import say
+from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.files import open_model
 from gaupipe.teachers.local import described
@@ -124,7 +124,7 @@ def run(request: ExportRequest) -> str | None:
         goes_on = not place.replaces and not all(complete)
         for (each, images), is_there in zip(stores, complete, strict=True):
             if is_there and goes_on:
-                say(f"export: {each.url} is complete")
+                LOG.info(f"export: {each.url} is complete")
             else:
                 export(teacher, each, request.asked, images)
     return place.url
@@ -136,9 +136,8 @@ def say_nothing_to_export(settings: Settings, out: str | None) -> None:
         raise UserError(
             f"--out {out}: the maps of local are stored nowhere, phase B makes them: leave it out"
         )
-    if distributed.is_main():
-        maps = described(settings.phase_a)
-        say(f"export: local has {maps}: phase B makes its maps, and needs no store")
+    maps = described(settings.phase_a)
+    LOG.info(f"export: local has {maps}: phase B makes its maps, and needs no store")
 
 
 def run_model(

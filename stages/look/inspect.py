@@ -18,7 +18,7 @@ import store
 from gaupipe.data.images import FileImages
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, utf8
-from gaupipe.system.terminal import say_once
+from gaupipe.system.messages import warn_once
 from gaupipe.teachers.notes import StoreNotes
 from stages.look import picture
 from stages.look.colours import colours
@@ -166,7 +166,7 @@ def attention(
         data = maps.data
     except (UserError, OSError) as error:  # the map needs no pixels
         if target is not None:
-            say_once(f"--png {png}: the map without the image: {error}")
+            warn_once(f"--png {png}: the map without the image: {error}")
     else:
         if isinstance(data.train.source, FileImages):
             shown = replace(shown, file=utf8(data.train.path(image)))

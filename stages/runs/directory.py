@@ -26,7 +26,7 @@ from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, utf8, write_whole
-from gaupipe.system.terminal import say
+from gaupipe.system.messages import LOG
 from stages.runs.locks import locked
 
 if TYPE_CHECKING:
@@ -340,11 +340,10 @@ def say_if_afresh(folder: Path) -> None:
     if has_checkpoint(folder):
         return
     settings = "it was begun with" if folder.exists() else "of this command"
-    line = (
+    LOG.warning(
         f"gaupipe: {folder}: nothing was saved to resume: "
         f"starts afresh with the settings {settings}"
     )
-    say(line)
 
 
 def check_name(name: str) -> None:

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.system.progress import say
+from gaupipe.system.messages import LOG
 from gaupipe.training.job import Training
 from gaupipe.training.scores import percent
 from gaupipe.training.state import TrainingState
@@ -31,7 +31,7 @@ def save(job: Training, state: TrainingState[VisionTransformer], folder: Path, l
     assert state.best is not None  # the training has ended
     keep = job.train.keep
     data = job.data
-    say(f"{label}: {described(job, state, folder)}")
+    LOG.info(f"{label}: {described(job, state, folder)}")
     last = len(state.metrics)
     best = state.best["epoch"]
     students = {"last": state.kept}

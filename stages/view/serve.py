@@ -16,7 +16,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from gaupipe.system.imports import pip_install
-from gaupipe.system.terminal import say
+from gaupipe.system.messages import LOG
 from gaupipe.teachers.files import FilesTeacher, images_of, open_model
 from stages.look.image_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
@@ -63,7 +63,7 @@ def run(
     if model is not None:
         teacher, note = open_model(model, files, download, image_size, True, random_weights)
         if note:
-            say(f"gaupipe: {note}")
+            LOG.warning(f"gaupipe: {note}")
         viewer = model_viewer(teacher, note)
     else:
         viewer = open_viewer(url, run_dir, students, all_students=html is None)
