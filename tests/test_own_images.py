@@ -313,7 +313,7 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
     code, out, err = in_process(
         "run", "--data", "mine", *teacher, "--set", "data.image_size=16", cwd=tmp_path
     )
-    assert (code, out) == (2, "") and "image_size is 8, asked 16" in err.splitlines()[-1], err
+    assert (code, out) == (2, "") and "image_size 8, now it is 16" in err.splitlines()[-1], err
 
 
 def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_path):

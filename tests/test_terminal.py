@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gaupipe.system import distributed, progress
-from gaupipe.system.messages import LOG, show_messages
+from gaupipe.system.messages import LOG, shared_console
 from gaupipe.system.progress import EpochProgress
 from gaupipe.system.terminal import aligned, fitted
 
@@ -57,10 +57,12 @@ def test_a_path_that_does_not_fit_a_table_is_a_line_of_its_own(monkeypatch):
     assert aligned(rows, io.StringIO())[-1] == f"hat    {rows[-1][1]}"
 
 
-def test_brackets_in_a_path_are_no_markup(capsys):
-    progress.shared_console.cache_clear()
-    progress.say("into runs/[bold]x[/bold]")
-    progress.shared_console.cache_clear()
+def test_brackets_in_a_path_are_no_markup_and_other_ranks_say_nothing(monkeypatch, capsys):
+    shared_console.cache_clear()
+    LOG.info("into runs/[bold]x[/bold]")
+    monkeypatch.setattr(distributed, "launch", lambda: distributed.Launch(1, 2, 1, 2))
+    LOG.warning("of rank 1")
+    shared_console.cache_clear()
     assert capsys.readouterr().err == "into runs/[bold]x[/bold]\n"
 
 
@@ -120,13 +122,3 @@ def test_the_library_says_only_warnings_unless_it_is_asked(monkeypatch, capfd, c
     with caplog.at_level(logging.INFO, "gaupipe"):
         job.epoch(1, {"val": "50.0 %"})
     assert caplog.messages == ["xsa epoch 1/1: val 50.0 %"]
-
-
-def test_brackets_and_other_ranks(monkeypatch, capfd):
-    """A path is no markup, and other ranks say nothing."""
-    show_messages()
-    LOG.info("photos/[red]/a.png")
-    assert capfd.readouterr().err == "photos/[red]/a.png\n"
-    monkeypatch.setattr(distributed, "launch", lambda: distributed.Launch(1, 2, 1, 2))
-    LOG.warning("of rank 1")
-    assert capfd.readouterr().err == ""

@@ -140,7 +140,7 @@ LearningRate = Annotated[
     option(
         "--lr RATE",
         "Learning rate after the warm-up (train.optim.lr).",
-        f"{DIGITS['train.optim.lr']} in digits, {DIGITS['baseline.optim.lr']} without a teacher",
+        f"{DIGITS['phase_b.optim.lr']} in digits, {DIGITS['train.optim.lr']} without a teacher",
     ),
 ]
 TeacherEpochs = Annotated[
