@@ -233,7 +233,7 @@ def test_keyboard(page):
     assert page.state()["head"] == "rollout"
     page.press("m", ".", ".", "t", "+", "b", "z")
     state = page.state()
-    assert state["head"] == "1" and state["direction"] == "to" and state["smooth"] == "1"
+    assert state["head"] == "1" and state["direction"] == "to" and state["style"] == "squares"
     assert state["opacity"] == "0.55" and state["floor"] == "1"
     page.press("Escape")
     assert page.state()["query"] == "mean" and "direction" not in page.state()
@@ -492,7 +492,9 @@ def test_each_control_does_what_it_says(page):
         ("#chart-share .dot", "head", "0"),
         ("[data-direction=to]", "direction", "to"),
         ("#floor", "floor", "1"),
-        ("#smooth", "smooth", "1"),
+        ("[data-style=squares]", "style", "squares"),
+        ("[data-style=heat]", "style", "heat"),
+        ("#capped", "capped", "1"),
         ("#scale", "scale", "1"),
         ("[data-show=teacher]", "show", "teacher"),
     )
@@ -600,7 +602,7 @@ def test_who_is_colour_blind_sees_weights_marks_and_mistakes(browser, shared):
     """Weights grow lighter all along the bar; a mark differs in lightness from what is beside it
     (WCAG 1.4.11 asks for 3 to 1); right and wrong have a sign."""
     page = Page(browser, shared.address, color_scheme="light")
-    page.open("image=7&layer=1&head=0&query=5&student=standard&order=wrong")
+    page.open("image=7&layer=1&head=0&query=5&student=standard&order=wrong&style=squares")
     session = page.page.context.new_cdp_session(page.page)
 
     def seen(selector: str, border: int = 0) -> np.ndarray:

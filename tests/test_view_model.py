@@ -124,7 +124,7 @@ def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):
         relevance = json.loads(page.saved("#json"))
         expected = gradient_rollout(vit, inputs(pictures, "a.png"), torch.tensor([2]), 2)[0, 1]
         np.testing.assert_allclose(np.ravel(relevance["map"]), expected[0, 3:], atol=1e-6)
-        assert relevance["class"] == 2 and page.state()["smooth"] == "1"
+        assert relevance["class"] == 2 and page.state()["style"] == "squares"
         page.press("Escape", "m", ".")
         assert page.state()["head"] == "0"
         page.open("image=1&query=x9&student=nobody")

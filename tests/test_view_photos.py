@@ -15,6 +15,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from scipy.ndimage import maximum_filter
 
 import gaupipe
 from gaupipe.data.prepared import PreparedImages
@@ -22,8 +23,9 @@ from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.files import open_model
 from gaupipe.vit.saving import class_names
-from stages.look.colours import colours
+from stages.look.colours import colours, top_of
 from stages.look.measures import numbers, with_mean_and_rollout
+from stages.look.picture import light
 from stages.view import app
 from stages.view.messages import Start
 from stages.view.notebook import as_files
@@ -246,7 +248,7 @@ def test_the_page_paints_with_the_colours_of_inspect(viewer, browser):
             """async () => {
               const { paint } = await import("./draw.js");
               const canvas = document.createElement("canvas");
-              paint(canvas, [0, 0.25, 1], [1, 3], [0, 1], 1);
+              paint(canvas, [0, 0.25, 1], [1, 3], 1);
               return [...canvas.getContext("2d").getImageData(0, 0, 3, 1).data];
             }"""
         )
@@ -254,6 +256,62 @@ def test_the_page_paints_with_the_colours_of_inspect(viewer, browser):
         np.testing.assert_array_equal(np.reshape(painted, (3, 4))[:, :3], expected)
         assert page.text("#title") == "wide.png" and not page.complaints
         page.page.close()
+
+
+ASKED = """async () => {
+  const modules = ["./dom.js", "./draw.js", "./maps.js"].map((name) => import(name));
+  const [dom, draw, maps] = await Promise.all(modules);
+  const canvas = document.querySelector("#panes canvas");
+  const weights = Float32Array.from(WEIGHTS);
+  const shares = draw.shares(weights, [0, dom.rangeOf(weights)[1]]);
+  return {
+    range: dom.rangeOf(weights),
+    enlarged: [...draw.enlarged(shares, [3, 4], 5)],
+    capped: [...maps.capped(weights, [3, 4])],
+    light: [...canvas.getContext("2d").getImageData(0, 0, 128, 128).data],
+  };
+}"""
+
+
+def test_the_page_throws_light_as_inspect_does(viewer, browser):
+    """Against numpy, Pillow and scipy; the page's light is computed on a coarser grid."""
+    weights = np.random.default_rng(0).random((3, 4)).astype(np.float32) ** 4
+    with serving(viewer) as address:
+        page = Page(browser, address)
+        page.open("image=1&head=0&query=5&layer=1")
+        found = page.page.evaluate(ASKED.replace("WEIGHTS", str(weights.ravel().tolist())))
+        map = np.array(json.loads(page.saved("#json"))["map"])
+        page.page.close()
+    top = np.quantile(weights, 0.98)
+    np.testing.assert_allclose(found["range"], [weights.min(), top], rtol=1e-6)
+    shares = np.clip(weights / top, 0, 1)
+    enlarged = np.clip(Image.fromarray(shares).resize((20, 15), Image.Resampling.BICUBIC), 0, 1)
+    np.testing.assert_allclose(np.reshape(found["enlarged"], (15, 20)), enlarged, atol=1e-5)
+    around = np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]])
+    most = maximum_filter(weights, footprint=around, mode="constant")
+    np.testing.assert_array_equal(np.reshape(found["capped"], (3, 4)), np.minimum(weights, most))
+    drawn = np.reshape(found["light"], (128, 128, 4))  # 0.8 of 160 pixels are seen
+    expected = light(np.clip(map / top_of(map), 0, 1), (128, 128))
+    np.testing.assert_allclose(drawn[..., 3], expected, atol=3)
+    photo = np.asarray(ramps(300, 160))[16:144, 86:214]
+    clear = drawn[..., 3] > 200
+    np.testing.assert_allclose(drawn[clear][:, :3], photo[clear], atol=8)  # a JPEG
+
+
+def test_a_map_that_reads_the_border_says_so(viewer, browser):
+    said = """async ([most]) => {
+      const { sentence } = await import("./facts.js");
+      const weights = Float32Array.from({ length: 12 }, (_, i) => Number(i === most));
+      const state = { head: 0, direction: "from", layer: 0 };
+      const pane = { name: "one", weights, grid: [3, 4], query: "mean", there: true };
+      return sentence({ state, className: String }, pane);
+    }"""
+    with serving(viewer) as address:
+        page = Page(browser, address)
+        page.open()
+        inner = [most for most in range(12) if "border" not in page.page.evaluate(said, [most])]
+        page.page.close()
+    assert inner == [5, 6]
 
 
 def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, browser, tmp_path):

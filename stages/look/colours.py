@@ -1,4 +1,4 @@
-"""Colours of weights, in the terminal and on the page."""
+"""Colours of weights, in the terminal and on the page, and the weights that get the last of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import numpy as np
 
 OPAQUE = 0.9
 """Of the largest weight; smaller ones let the photo through."""
+PERCENTILE = 0.98
+"""Of a map's weights: from here on all are drawn alike, since a single patch may have more than all
+others. The page has the same (static/dom.js)."""
 
 
 @functools.cache
@@ -19,3 +22,8 @@ def colours() -> np.ndarray:
     table = colormaps["viridis"](range(256), bytes=True)
     table[:, 3] = np.round(255 * OPAQUE * np.linspace(0, 1, 256) ** 0.75)
     return table
+
+
+def top_of(weights: np.ndarray) -> float:
+    """The weight from which on all are drawn alike; the largest where hardly any is above 0."""
+    return float(np.quantile(weights, PERCENTILE)) or float(weights.max()) or 1.0

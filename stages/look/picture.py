@@ -10,34 +10,44 @@ from PIL import Image, ImageDraw
 from PIL.Image import Resampling
 
 from gaupipe.system.files import whole_file
-from stages.look.colours import colours
+from stages.look.colours import colours, top_of
 from stages.look.image_maps import WHOLE, Crop
 
 SIDE = 256
 """Pixels of the shorter side of a picture, at least."""
 MARK = "#ff2d6f"
 """The frame of the query's patch, as on the page (static/draw.js)."""
+GAMMA = 0.7
+"""Of the light; below 1 the middle weights are lighter. As on the page."""
+BRIGHTNESS = 0.35
+"""Of the grey photo round the light."""
+LUMINANCE = (0.2126, 0.7152, 0.0722)
+"""Of red, green and blue, as browsers make a photo grey."""
 
 
 def draw(
     weights: np.ndarray, query: int | None, photo: tuple[Image.Image, Crop] | None, path: Path
 ) -> None:
-    """Writes a PNG of a map [h, w] over the part of a ``photo`` that the model sees. The colours
-    go from 0 to the largest weight; a frame marks the patch of the ``query``. Without a photo the
-    map is opaque."""
+    """Writes a PNG of a ``photo`` that is in colour where a map [h, w] is high, and grey and dark
+    elsewhere; the map lies over the part that the model sees. A frame marks the patch of the
+    ``query``. Without a photo the map is drawn in colours."""
     height, width = weights.shape
-    painted = colours()[np.round(255 * weights / (weights.max() or 1)).astype(int)]
+    shares = np.clip(weights / top_of(weights), 0, 1)
     picture, crop = photo or (Image.new("RGB", (width, height)), WHOLE)
-    if photo is None:
-        painted[..., 3] = 255
-
     times = math.ceil(SIDE / min(picture.size))
     size = (times * picture.width, times * picture.height)
     picture = picture.convert("RGB").resize(size, Resampling.NEAREST)
     left, top, right, bottom = np.round(np.array(crop) * (*size, *size)).astype(int).tolist()
     seen = (right - left, bottom - top)
-    overlay = Image.fromarray(painted).resize(seen, Resampling.NEAREST)
-    picture.paste(overlay, (left, top), overlay)
+
+    if photo is None:
+        painted = colours()[np.round(255 * shares).astype(int), :3]
+        picture = Image.fromarray(painted).resize(size, Resampling.NEAREST)
+    else:
+        grey = BRIGHTNESS * np.asarray(picture) @ np.array(LUMINANCE)
+        dark = Image.fromarray(np.round(grey).astype(np.uint8)).convert("RGB")
+        dark.paste(picture.crop((left, top, right, bottom)), (left, top), light(shares, seen))
+        picture = dark
 
     if query is not None:
         row, column = divmod(query, width)
@@ -47,3 +57,10 @@ def draw(
         frame.rectangle((x, y, next_x - 1, next_y - 1), outline=MARK, width=min(size) // 100)
     with whole_file(path) as partial:
         picture.save(partial, format="PNG")
+
+
+def light(shares: np.ndarray, size: tuple[int, int]) -> Image.Image:
+    """How clear each pixel is of a photo of a size, by the shares [h, w] of a map."""
+    enlarged = Image.fromarray(shares.astype(np.float32)).resize(size, Resampling.BICUBIC)
+    clear = np.clip(np.asarray(enlarged), 0, 1) ** GAMMA
+    return Image.fromarray(np.round(255 * clear).astype(np.uint8))

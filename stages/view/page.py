@@ -18,7 +18,7 @@ from stages.view.viewer import Viewer
 STATIC = Path(__file__).parent / "static"
 MODULES = (
     "dom", "maps", "state", "source", "draw", "numbers", "facts", "gallery", "grid", "charts",
-    "stage", "keys", "main",
+    "card", "stage", "keys", "main",
 )  # fmt: skip
 """In an order in which no module needs a later one."""
 SIDE = 900

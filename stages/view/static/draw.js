@@ -1,27 +1,123 @@
-// Drawing: weights as colours, and a map over its photo.
+// Drawing: weights as light or as colours, over a photo.
 
 import { make } from "./dom.js";
 
 const MARK = "#ff2d6f";
+const GAMMA = 0.7; // as in stages/look/picture.py
+const SIDE = 640; // pixels of the largest spotlight
 let colours = new Uint8Array(0); // 256 of red, green, blue and opacity (stages/look/colours.py)
+const painted = new Map(); // tables of colours by how much they hide
 
 export function setColours(hex) {
   colours = Uint8Array.from(hex.match(/../g), (pair) => parseInt(pair, 16));
 }
 
-/** Paints weights [h * w] into a canvas of h x w pixels, from `low` to `top`. At an `overlay` of a
- * half the colours are as opaque as they are, at 1 nothing shines through, at 0 nothing is seen. */
-export function paint(canvas, weights, [h, w], [low, top], overlay = 1) {
+/** Weights as shares of a range, from 0 at `low` to 1 at `top` and above. */
+export const shares = (weights, [low, top]) =>
+  Float32Array.from(weights, (weight) => Math.min(Math.max((weight - low) / (top - low), 0), 1) || 0);
+
+/** Of each of `size * times` places along an axis: the four values or fewer that it lies between, and
+ * their weights. This is Pillow's bicubic kernel, Keys 1981 with a = -1/2. */
+function bicubic(size, times) {
+  const kernel = (x) => (x < 1 ? (1.5 * x - 2.5) * x * x + 1 : ((-0.5 * x + 2.5) * x - 4) * x + 2);
+  return Array.from({ length: size * times }, (_, i) => {
+    const centre = (i + 0.5) / times - 0.5;
+    const taps = [-1, 0, 1, 2]
+      .map((step) => Math.floor(centre) + step)
+      .filter((place) => place >= 0 && place < size)
+      .map((place) => [place, kernel(Math.abs(place - centre))]);
+    const sum = taps.reduce((total, [, weight]) => total + weight, 0);
+    return taps.map(([place, weight]) => [place, weight / sum]);
+  });
+}
+
+/** Values of a grid of h x w, enlarged bicubically; what leaves 0 to 1 is cut. */
+export function enlarged(values, [h, w], times) {
+  const across = bicubic(w, times);
+  const down = bicubic(h, times);
+  const width = w * times;
+  const wide = new Float32Array(h * width);
+  for (let y = 0; y < h; y++) {
+    for (let x = 0; x < width; x++) {
+      for (const [place, weight] of across[x]) wide[y * width + x] += weight * values[y * w + place];
+    }
+  }
+  const all = new Float32Array(h * times * width);
+  for (let y = 0; y < h * times; y++) {
+    for (let x = 0; x < width; x++) {
+      let sum = 0;
+      for (const [place, weight] of down[y]) sum += weight * wide[place * width + x];
+      all[y * width + x] = Math.min(Math.max(sum, 0), 1);
+    }
+  }
+  return all;
+}
+
+/** The pixels of 256 shares, from what says of each its red, green, blue and opacity. */
+const tableOf = (pixel) =>
+  new Uint32Array(Uint8ClampedArray.from(Array.from({ length: 256 }, (_, i) => pixel(i)).flat()).buffer);
+
+/** Paints shares [h * w] into a canvas of h x w pixels; `table` has the pixels of 256 shares. */
+function fill(canvas, values, [h, w], table) {
   Object.assign(canvas, { width: w, height: h });
   const pixels = new ImageData(w, h);
-  weights.forEach((weight, i) => {
-    const share = Math.min(Math.max((weight - low) / (top - low), 0), 1) || 0;
-    const at = 4 * Math.round(255 * share);
-    const opaque = colours[at + 3];
-    const more = overlay < 0.5 ? opaque * 2 * overlay : opaque + (255 - opaque) * (2 * overlay - 1);
-    pixels.data.set([colours[at], colours[at + 1], colours[at + 2], more], 4 * i);
-  });
+  const words = new Uint32Array(pixels.data.buffer);
+  for (let i = 0; i < words.length; i++) words[i] = table[Math.round(255 * values[i])];
   canvas.getContext("2d").putImageData(pixels, 0, 0);
+}
+
+/** Paints shares as colours. At an `overlay` of a half the colours are as opaque as they are, at 1
+ * nothing shines through, at 0 nothing is seen. */
+export function paint(canvas, values, grid, overlay = 1) {
+  if (!painted.has(overlay)) {
+    const opacity = (opaque) =>
+      overlay < 0.5 ? opaque * 2 * overlay : opaque + (255 - opaque) * (2 * overlay - 1);
+    painted.set(overlay, tableOf((i) => [...colours.subarray(4 * i, 4 * i + 3), opacity(colours[4 * i + 3])]));
+  }
+  fill(canvas, values, grid, painted.get(overlay));
+}
+
+/** The bar of a legend: colours, or from grey and dark to clear. */
+export function paintBar(canvas, style) {
+  const values = Float32Array.from({ length: 256 }, (_, i) => i / 255);
+  if (style !== "spotlight") paint(canvas, values, [1, 256], 1);
+  else fill(canvas, values, [1, 256], tableOf((i) => [40 + i * 0.84, 40 + i * 0.84, 40 + i * 0.84, 255]));
+}
+
+/** A map's values on a finer grid, and that grid. */
+function fine(values, [h, w]) {
+  const times = Math.ceil(128 / Math.max(h, w));
+  return [enlarged(values, [h, w], times), [h * times, w * times]];
+}
+
+const cut = new WeakMap(); // of each picture: the part that the model sees, as a canvas
+
+function partOf(picture, [left, top, right, bottom]) {
+  if (!cut.has(picture)) {
+    const [width, height] = [picture.naturalWidth, picture.naturalHeight];
+    const [across, down] = [(right - left) * width, (bottom - top) * height];
+    const scale = Math.min(SIDE / Math.max(across, down), 1);
+    const part = make("canvas", { width: Math.round(scale * across), height: Math.round(scale * down) });
+    part.getContext("2d").drawImage(picture, left * width, top * height, across, down, 0, 0, part.width, part.height);
+    cut.set(picture, part);
+  }
+  return cut.get(picture);
+}
+
+const mask = make("canvas");
+const clear = tableOf((i) => [0, 0, 0, 255 * (i / 255) ** GAMMA]);
+
+/** Draws the part of a picture that the model sees, as clear as the map is high. */
+function light(canvas, values, grid, picture, crop) {
+  const part = partOf(picture, crop);
+  const [finer, size] = fine(values, grid);
+  fill(mask, finer, size, clear);
+  Object.assign(canvas, { width: part.width, height: part.height });
+  const context = canvas.getContext("2d");
+  context.imageSmoothingEnabled = true;
+  context.drawImage(mask, 0, 0, part.width, part.height);
+  context.globalCompositeOperation = "source-in";
+  context.drawImage(part, 0, 0);
 }
 
 /** A photo, a canvas for its map over the part that the model sees, and marks over that. */
@@ -29,22 +125,33 @@ export function makePane() {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   const canvas = make("canvas", { tabIndex: 0, role: "img" });
   const photo = make("div", { className: "photo" }, make("img", { alt: "" }), canvas, svg);
-  return make("figure", {}, photo, make("figcaption", {}));
+  return make("figure", {}, make("div", { className: "frame" }, photo), make("figcaption", {}));
 }
 
 /** Shows a map in a pane: `seen` has the picture (or null), its `crop`, the weights on their grid,
- * their range, and the query and Gaussian that are marked. */
-export function drawPane(pane, { picture, crop, weights, grid, range, opacity, smooth, query, gaussian }) {
+ * their range, the style, and the query and Gaussian that are marked. Without a picture there is
+ * nothing to throw light on, and the map is painted alone. */
+export function drawPane(pane, { picture, crop, weights, grid, range, opacity, style, query, gaussian }) {
   const [h, w] = grid;
-  const [image, canvas, svg] = pane.firstChild.children;
+  const [image, canvas, svg] = pane.querySelector(".photo").children;
   const [left, top, right, bottom] = picture ? crop : [0, 0, 1, 1];
   const aspect = picture ? picture.naturalWidth / picture.naturalHeight : w / h;
   pane.style.setProperty("--aspect", aspect);
+  pane.style.setProperty("--across", right - left);
+  pane.style.setProperty("--down", bottom - top);
   image.hidden = !picture;
   if (picture && image.src !== picture.src) image.src = picture.src;
   image.classList.toggle("tiny", picture?.naturalWidth < 24);
-  paint(canvas, weights, grid, range, picture ? opacity : 1);
-  canvas.classList.toggle("smooth", smooth);
+
+  const values = shares(weights, range);
+  const lit = picture && style === "spotlight";
+  pane.dataset.brightness = lit ? 0.7 * (1 - opacity) : ""; // of the grey photo round the light
+  image.style.filter = lit ? `grayscale(1) brightness(${pane.dataset.brightness})` : "";
+  if (lit) light(canvas, values, grid, picture, crop);
+  else if (style === "heat") paint(canvas, ...fine(values, grid), picture ? opacity : 1);
+  else paint(canvas, values, grid, picture ? opacity : 1);
+  canvas.classList.toggle("smooth", lit || style === "heat");
+
   for (const part of [canvas, svg]) {
     const box = { left, top, width: right - left, height: bottom - top };
     for (const [side, share] of Object.entries(box)) part.style[side] = `${100 * share}%`;
@@ -73,34 +180,4 @@ function marks(query, gaussian, [h, w]) {
         `<${shape} fill="none" vector-effect="non-scaling-stroke" stroke="${stroke}" stroke-width="${width}"/>`,
     );
   return shapes.flatMap(outlined).join("");
-}
-
-/** What panes show, side by side over their names, as a picture for a file. */
-export async function composed(panes) {
-  const side = 640;
-  const scale = side / panes[0].firstChild.clientWidth;
-  const height = Math.round(scale * panes[0].firstChild.clientHeight);
-  const sheet = make("canvas", { width: side * panes.length, height: height + 32 });
-  const context = sheet.getContext("2d");
-  context.fillStyle = "#fff";
-  context.fillRect(0, 0, sheet.width, sheet.height);
-  context.font = "18px system-ui, sans-serif";
-  context.fillStyle = "#000";
-  for (const pane of panes) {
-    const [image, canvas, svg] = pane.firstChild.children;
-    const [x, y, width, high] = ["Left", "Top", "Width", "Height"].map((of) => scale * canvas[`offset${of}`]);
-    const copy = svg.cloneNode(true);
-    copy.setAttribute("width", width);
-    copy.setAttribute("height", high);
-    const marks = new Image();
-    marks.src = `data:image/svg+xml,${encodeURIComponent(new XMLSerializer().serializeToString(copy))}`;
-    await marks.decode();
-    context.imageSmoothingEnabled = !image.classList.contains("tiny");
-    if (!image.hidden) context.drawImage(image, 0, 0, side, height);
-    context.imageSmoothingEnabled = canvas.classList.contains("smooth");
-    for (const layer of [canvas, marks]) context.drawImage(layer, x, y, width, high);
-    context.fillText(pane.dataset.name, 4, height + 23);
-    context.translate(side, 0);
-  }
-  return sheet;
 }

@@ -56,7 +56,30 @@ export function sentence({ state, maps, compared, className }, { name, weights, 
     what = `what speaks for “${label}” in the blocks up to ${maps.block(layer)}, as ${who} reads it`;
   }
   const whose = compared ? `${name}. ` : "";
-  return `${whose}Bright: ${what}. Most: ${place(most)} (${weights[most].toPrecision(3)}).`;
+  const [h, w] = grid;
+  const outermost = most % w === 0 || most % w === w - 1 || most < w || most >= (h - 1) * w;
+  const warning = outermost ? " It reads the border: often a sink." : "";
+  return `${whose}Bright: ${what}. Most: ${place(most)} (${weights[most].toPrecision(3)}).${warning}`;
+}
+
+/** What a pane shows, in a few words. */
+export function headline({ state, maps, own, compared, className }, { name }) {
+  const { header } = own;
+  if (compared) return ending(name);
+  if (header.predicted == null) return header.title ?? `Image ${state.image}`;
+  const label = state.head === "gradient" ? (maps.relevanceClass ?? header.predicted) : header.predicted;
+  return label === header.predicted ? `${className(label)}, ${percent(header.probability)}` : className(label);
+}
+
+/** What a picture says of the map that it shows. */
+export function cardLines({ state, maps }, [least, most]) {
+  const { layer, head, query, direction } = state;
+  const who = query === "mean" ? "all patches" : typeof query === "number" ? "the marked patch" : `the ${maps.extra[maps.row(query)]} token`;
+  const words = { mean: "mean over heads", rollout: "rollout", gradient: "gradient rollout" };
+  const what = `block ${maps.block(layer)}, ${words[head] ?? `head ${head}`}`;
+  const reads = direction === "to" ? `who reads ${who}` : `what ${who} ${query === "mean" ? "read" : "reads"}`;
+  const scale = `${least ? least.toPrecision(3) : "0"} to ${most.toPrecision(3)}`;
+  return [`${ending(maps.header.name)} · ${what} · ${reads}`, `weights ${scale}, the 98th percentile · gaupipe view`];
 }
 
 /** The numbers of what is shown for a query. */

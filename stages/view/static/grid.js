@@ -1,8 +1,9 @@
 // The bird's-eye view: maps of all blocks and heads, their mean and the rollout.
 
-import { $, extremes, make } from "./dom.js";
-import { paint } from "./draw.js";
+import { $, make, rangeOf } from "./dom.js";
+import { paint, shares } from "./draw.js";
 import { called, numbersOf } from "./facts.js";
+import { capped } from "./maps.js";
 
 export class Grid {
   constructor(app) {
@@ -34,21 +35,22 @@ export class Grid {
 
   /** Paints every map for a query. */
   render(maps, query) {
-    const { direction, scale, floor } = this.app.state;
+    const { direction, scale, floor, capped: even } = this.app.state;
     const shown = this.cells.map((cell, place) => {
       const layer = Math.floor(place / maps.columns.length);
       const head = maps.columns[place % maps.columns.length];
       cell.disabled = !maps.has(layer);
       cell.firstChild.hidden = !maps.map(layer, head); // until it has been computed
-      const weights = maps.weights(layer, head, query, direction);
-      return { cell, head, weights, range: extremes(weights) };
+      const read = maps.weights(layer, head, query, direction);
+      const weights = even ? capped(read, maps.grid) : read;
+      return { cell, head, weights, range: rangeOf(weights) };
     });
     const heads = shown.filter(({ cell, head }) => !cell.disabled && typeof head === "number");
     const least = Math.min(...heads.map(({ range }) => range[0]));
     const most = Math.max(...heads.map(({ range }) => range[1]));
     for (const { cell, head, weights, range } of shown) {
       const [low, top] = scale && typeof head === "number" ? [least, most] : range;
-      paint(cell.firstChild, weights, maps.grid, [floor ? low : 0, top]);
+      paint(cell.firstChild, shares(weights, [floor ? low : 0, top]), maps.grid);
     }
   }
 

@@ -1,7 +1,7 @@
 // The keyboard.
 
 import { $ } from "./dom.js";
-import { middle } from "./state.js";
+import { middle, WORDS } from "./state.js";
 
 /** Moves the patch, from the middle where there is none. */
 function moveQuery({ state, maps }, across, down) {
@@ -32,9 +32,10 @@ const CHANGES = {
   m: () => ({ head: "mean" }),
   r: () => ({ head: "rollout" }),
   g: () => ({ head: "gradient" }),
-  b: ({ state }) => ({ smooth: 1 - state.smooth }),
+  b: ({ state }) => ({ style: WORDS.style[(WORDS.style.indexOf(state.style) + 1) % WORDS.style.length] }),
+  k: ({ state }) => ({ capped: 1 - state.capped }),
   t: ({ state }) => ({ direction: state.direction === "from" ? "to" : "from" }),
-  s: ({ state }) => ({ show: state.show === "student" ? "teacher" : "student" }),
+  s: ({ state, compared }) => compared && { show: state.show === "student" ? "teacher" : "student" },
   z: ({ state }) => ({ floor: 1 - state.floor }),
   "+": ({ state }) => ({ opacity: Math.round(20 * state.opacity + 1) / 20 }),
   "-": ({ state }) => ({ opacity: Math.max(Math.round(20 * state.opacity - 1) / 20, 0) }),

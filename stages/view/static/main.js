@@ -4,19 +4,20 @@ import { $, count, make } from "./dom.js";
 import { Maps } from "./maps.js";
 import { DEFAULTS, fitState, formatState, middle, parseState, parsed } from "./state.js";
 import { openSource } from "./source.js";
-import { composed, paint, setColours } from "./draw.js";
+import { paintBar, setColours } from "./draw.js";
+import { card } from "./card.js";
 import { asJson, save } from "./numbers.js";
 import { Gallery } from "./gallery.js";
 import { Grid } from "./grid.js";
 import { renderCharts } from "./charts.js";
 import { Stage } from "./stage.js";
-import { renderFacts, renderHeading, sentence } from "./facts.js";
+import { cardLines, renderFacts, renderHeading, sentence } from "./facts.js";
 import { listenToKeys } from "./keys.js";
 
 const source = openSource();
 const RELOAD = ["split", "image", "view", "student"]; // what other numbers are needed for
 const LISTED = ["order", "class", "page"]; // what another page of images is needed for
-const CONTROLS = ["student", "split", "view", "order", "class", "explain", "floor", "opacity", "smooth", "scale"];
+const CONTROLS = ["student", "split", "view", "order", "class", "explain", "floor", "opacity", "capped", "scale"];
 
 const app = {
   about: null,
@@ -234,6 +235,8 @@ function fail(error) {
   writeAddress(true);
 }
 
+let drawn = null; // the maps whose numbers the cells and charts have
+
 function render() {
   const { state, maps, own, about } = app;
   const { header } = own;
@@ -251,9 +254,13 @@ function render() {
     make("button", { data: { query } }, name),
   );
   $("tokens").replaceChildren(...buttons);
+  paintBar($("bar"), state.style);
   grid.build(maps);
-  grid.describe(maps);
-  renderCharts(maps);
+  if (drawn !== maps) {
+    grid.describe(maps);
+    renderCharts(maps);
+    drawn = maps;
+  }
   renderHeading(app);
   for (const name of CONTROLS) {
     if ($(name).type === "checkbox") $(name).checked = Boolean(state[name]);
@@ -358,7 +365,8 @@ function listen() {
     save(new Blob([JSON.stringify(asJson(app))], { type: "application/json" }), fileName("json"));
   });
   $("png").addEventListener("click", async () => {
-    const sheet = await composed([...$("panes").children]);
+    const panes = [...$("panes").children];
+    const sheet = await card(panes, panes.map((pane) => pane.dataset.title), cardLines(app, stage.range));
     sheet.toBlob((blob) => save(blob, fileName("png")));
   });
   window.addEventListener("popstate", async () => {
@@ -388,7 +396,6 @@ async function open() {
   }
   const { about } = app;
   setColours(about.colours);
-  paint($("bar"), Float32Array.from({ length: 256 }, (_, i) => i), [1, 256], [0, 255]);
   $("choices").hidden ||= !about.labelled; // nothing to order by
   $("about").title = about.title;
   $("student").append(...about.students.map((name) => new Option(name, name)));

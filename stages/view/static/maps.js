@@ -90,3 +90,18 @@ export class Maps {
     return heads.every(Number.isInteger) ? chosen.reduce((sum, kl) => sum + kl) / chosen.length : null;
   }
 }
+
+/** Weights of a grid of h x w in which no patch has more than the most of its neighbours: a lone
+ * bright patch, which is often a sink, is as bright as what is beside it. */
+export function capped(weights, [h, w]) {
+  return weights.map((weight, i) => {
+    const [x, y] = [i % w, Math.floor(i / w)];
+    let most = 0;
+    for (let v = Math.max(y - 1, 0); v <= Math.min(y + 1, h - 1); v++) {
+      for (let u = Math.max(x - 1, 0); u <= Math.min(x + 1, w - 1); u++) {
+        if (u !== x || v !== y) most = Math.max(most, weights[v * w + u]);
+      }
+    }
+    return Math.min(weight, most);
+  });
+}

@@ -1,7 +1,9 @@
 // The large picture: a photo with the map of one head, beside it a student's.
 
-import { $, extremes } from "./dom.js";
+import { $, rangeOf } from "./dom.js";
 import { drawPane, makePane } from "./draw.js";
+import { headline } from "./facts.js";
+import { capped } from "./maps.js";
 
 export class Stage {
   constructor(app) {
@@ -31,27 +33,29 @@ export class Stage {
 
   /** Shows panes, each with the name, the maps and the picture. */
   render(panes, query) {
-    const { layer, head, direction, opacity, smooth, floor } = this.app.state;
+    const { layer, head, direction, opacity, style, floor } = this.app.state;
     while (this.panes.length > panes.length) this.panes[0].remove();
     while (this.panes.length < panes.length) $("panes").append(this.makePane());
     this.shown = panes.map(({ name, maps, picture }) => {
       const there = maps.has(layer);
       const nothing = new Float32Array(maps.tokens);
-      const weights = there ? maps.weights(layer, head, query, direction) : nothing;
+      let weights = there ? maps.weights(layer, head, query, direction) : nothing;
+      if (this.app.state.capped) weights = capped(weights, maps.grid);
       const gaussian = there && direction === "from" ? maps.gaussian(layer, head, query) : null;
       const { crop, grid } = maps.header;
-      return { name, picture, crop, weights, grid, opacity, smooth, query, gaussian, there };
+      return { name, picture, crop, weights, grid, opacity, style, query, gaussian, there };
     });
-    const ranges = this.shown.map(({ weights }) => extremes(weights));
+    const ranges = this.shown.map(({ weights }) => rangeOf(weights));
     const least = floor ? Math.min(...ranges.map(([low]) => low)) : 0;
     const most = Math.max(...ranges.map(([, top]) => top));
     $("least").textContent = least ? least.toPrecision(3) : "0";
     $("most").textContent = most.toPrecision(3);
+    this.range = [least, most];
     this.shown.forEach((seen, place) => {
       const pane = this.panes[place];
       const said = this.app.says(seen);
       drawPane(pane, { ...seen, range: [least, most || 1] });
-      pane.dataset.name = seen.name;
+      pane.dataset.title = headline(this.app, seen);
       pane.querySelector("canvas").ariaLabel = said;
       pane.lastChild.textContent = said;
     });

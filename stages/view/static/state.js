@@ -12,20 +12,23 @@ export const DEFAULTS = {
   explain: -1, // the class that "gradient" explains; -1 is the predicted one
   show: "student", // whose maps the grid of heads shows, beside a student
   opacity: 0.5,
-  smooth: 0,
-  floor: 0, // 1: colours begin at the least weight
+  style: "spotlight", // or "squares", "heat"
+  capped: 0, // 1: a lone bright patch is no brighter than its neighbours
+  floor: 0, // 1: light and colours begin at the least weight
   scale: 0, // 1: one colour scale for all heads
   order: "id",
   class: "",
   page: 0,
 };
 
-const WORDS = {
+/** The words that a part of the state may be. */
+export const WORDS = {
   split: ["train", "val", "test"],
   head: ["mean", "rollout", "gradient"],
   query: ["mean"],
   direction: ["from", "to"],
   show: ["student", "teacher"],
+  style: ["spotlight", "squares", "heat"],
   order: ["id", "wrong", "sure", "unsure"],
 };
 
