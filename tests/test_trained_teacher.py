@@ -628,12 +628,13 @@ def test_a_students_gradient_is_of_patches_as_its_maps_are(run):
     phase_b.run(run, overrides=[token])
     student = StudentMaps(RunDirectory(run), "standard")
     assert (student.see(1).extra, student.see(1, split="val").extra) == ((), ["class"])
-    target, beside = student.relevance(None, 1)
+    found = student.relevance(None, 1)
+    target, beside = found.label, found.rollout
     tokens = student.grid[0] * student.grid[1]
     assert beside.shape[1:] == (tokens, tokens)
-    whole = LiveMaps.relevance(student, target, 1)[1]
+    whole = LiveMaps.relevance(student, target, 1).rollout
     assert torch.equal(beside, whole[:, 1:, 1:])
-    assert student.relevance(None, 1, split="val")[1].shape[1:] == (tokens + 1, tokens + 1)
+    assert student.relevance(None, 1, split="val").rollout.shape[1:] == (tokens + 1, tokens + 1)
 
 
 def test_a_weight_too_small_for_a_number_is_no_hidden_key(run):

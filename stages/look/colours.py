@@ -1,4 +1,4 @@
-"""Colours of weights, in the terminal and on the page, and the weights that get the last of them."""
+"""Colours of weights, in the terminal and on the page, and which weights get the last of them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ patches, C classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +55,18 @@ class Prediction:
     """Of the predicted class."""
     likely: Sequence[int] = ()
     """Some classes, the likeliest first."""
+    probabilities: Sequence[float] = ()
+    """Of these."""
+
+
+@dataclass(frozen=True)
+class Relevance:
+    """What speaks for a class in an image."""
+
+    label: int
+    probability: float
+    rollout: Tensor
+    """[L, P + T, P + T], :meth:`gaupipe.vit.capture.Traced.rollout`."""
 
 
 @dataclass
@@ -88,9 +100,10 @@ class ImageMaps:
         """The predicted class, and the ``most`` likely ones."""
         if self.logits is None:
             return Prediction()
-        shares = probabilities(self.logits)
-        likely = shares.topk(min(most, len(shares))).indices.tolist()
-        return Prediction(likely[0], round(shares[likely[0]].item(), 6), likely)
+        top = probabilities(self.logits).topk(min(most, len(self.logits)))
+        likely = top.indices.tolist()
+        shares = [round(share, 6) for share in top.values.tolist()]
+        return Prediction(likely[0], shares[0], likely, shares)
 
 
 class StoredMaps:
@@ -233,15 +246,15 @@ class LiveMaps:
             seen.values = torch.stack(values)
         return seen
 
-    def relevance(self, target: int | None, image: int, *which: Any) -> tuple[int, Tensor]:
-        """A class, by default the predicted one, and the gradient-weighted rollout [L, P + T, P +
-        T] for it (:meth:`gaupipe.vit.capture.Traced.rollout`). ``which`` as in :meth:`see`."""
+    def relevance(self, target: int | None, image: int, *which: Any) -> Relevance:
+        """What speaks for a class, by default the predicted one. ``which`` as in :meth:`see`."""
         _, traced = self.traced(image, *which)
         if target is None:
             target = int(traced.logits.argmax())
         if target >= self.model.num_classes:
             raise UserError(f"class {target}: {self.name} has {self.model.num_classes} classes")
-        return target, traced.rollout(torch.tensor([target]))[0]
+        probability = round(traced.logits[0].detach().softmax(-1)[target].item(), 6)
+        return Relevance(target, probability, traced.rollout(torch.tensor([target]))[0])
 
     def traced(
         self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
@@ -332,13 +345,13 @@ class StudentMaps(LiveMaps):
         views: Drawing | None = None,
         view: int = 0,
         split: str = "train",
-    ) -> tuple[int, Tensor]:
+    ) -> Relevance:
         """As :meth:`LiveMaps.relevance`; from patches to patches where :meth:`see` gives such."""
-        target, rollout = super().relevance(target, image, views, view, split)
+        found = super().relevance(target, image, views, view, split)
         if self.no_teacher(views, split) is None:
             prefix = len(self.extra)
-            rollout = rollout[:, prefix:, prefix:]
-        return target, rollout
+            found = replace(found, rollout=found.rollout[:, prefix:, prefix:])
+        return found
 
     def no_teacher(self, views: Drawing | None, split: str = "train") -> str | None:
         """Why the stored maps are not those of what the student sees; None where they are."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
+from stages.view.messages import pack_small
 from stages.view.viewer import Viewer
 
 STATIC = Path(__file__).parent / "static"
@@ -84,8 +85,9 @@ class EmbeddedImage:
 
     maps: dict[str, list[str]]
     """Of each model, under "" the stored ones."""
-    relevance: dict[str, list[str]]
-    """Of each model for the class that it predicts."""
+    relevance: dict[str, list[dict[int, str]]]
+    """Of each model for the classes that it finds likeliest, as the query reads them that the page
+    opens with."""
     pixels: list[str]
     """URLs of the pictures."""
 
@@ -101,15 +103,24 @@ def embedded_image(viewer: Viewer, image: int, split: str) -> EmbeddedImage:
 
     return EmbeddedImage(
         maps={
-            name: [encoded(viewer.image(image, view, split, name)) for view in views]
+            name: [encoded(viewer.image(image, view, split, name, pack_small)) for view in views]
             for name in names
         },
         relevance={
-            name: [encoded(viewer.relevance(name, image, None, view, split)) for view in views]
+            name: [explanations(viewer, name, image, view, split) for view in views]
             for name in explained
         },
         pixels=[url(*viewer.pixels(image, view, split, SIDE)) for view in views],
     )
+
+
+def explanations(viewer: Viewer, name: str, image: int, view: int, split: str) -> dict[int, str]:
+    """What speaks for each of the likeliest classes."""
+    likely = viewer.likely(name, image, view, split)
+    return {
+        label: encoded(viewer.relevance(name, image, label, view, split, pack_small, whole=False))
+        for label in likely
+    }
 
 
 def encoded(content: bytes) -> str:

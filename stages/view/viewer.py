@@ -6,6 +6,7 @@ Axis letters: L blocks, H heads, T patches, P class and register tokens.
 from __future__ import annotations
 
 import io
+import math
 import os
 import secrets
 import tempfile
@@ -31,7 +32,7 @@ from stages.look.colours import colours
 from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
 from stages.look.measures import divergence, numbers, with_mean_and_rollout
 from stages.view.gallery import Gallery, Page, stored_gallery
-from stages.view.messages import About, Pixels, Reading, Start, Status, pack
+from stages.view.messages import About, Pack, Pixels, Reading, Start, Status, pack
 
 MOST_LIKELY = 5
 """Classes that are offered first where a class is explained."""
@@ -225,7 +226,14 @@ class Viewer:
                 self._opened[name] = live
             return self._opened[name]
 
-    def image(self, image: int, view: int = 0, split: str = "train", name: str = "") -> bytes:
+    def image(
+        self,
+        image: int,
+        view: int = 0,
+        split: str = "train",
+        name: str = "",
+        packed: Pack = pack,
+    ) -> bytes:
         """The attention of a model to an image, or to a view of it; without a ``name`` the stored
         attention or, where there is none, that of the first model.
 
@@ -277,7 +285,12 @@ class Viewer:
             "explains": shown.explains,
             "crop": self._photo(image, view, split)[1] if self._data else WHOLE,
         }
-        return pack(header, {name: array.numpy() for name, array in arrays.items()})
+        return packed(header, {name: array.numpy() for name, array in arrays.items()})
+
+    def likely(self, name: str, image: int, view: int = 0, split: str = "train") -> Sequence[int]:
+        """The likeliest classes of an image, as a model sees it."""
+        seen = self.model(name).see(image, *self._which(view, split))
+        return seen.prediction(MOST_LIKELY).likely
 
     def title_of(self, image: int, split: str) -> str | None:
         """The name of an image's file; None of an image without one."""
@@ -347,15 +360,31 @@ class Viewer:
             return len(known)
 
     def relevance(
-        self, name: str, image: int, target: int | None, view: int = 0, split: str = "train"
+        self,
+        name: str,
+        image: int,
+        target: int | None,
+        view: int = 0,
+        split: str = "train",
+        packed: Pack = pack,
+        whole: bool = True,
     ) -> bytes:
         """Gradient-weighted rollout for a class, by default the predicted one: ``relevance`` [L, P
-        + T, P + T] float32."""
+        + T, P + T] float32, or [L, 1, P + T], what the query reads that the page opens with, where
+        the ``whole`` is not asked for."""
         live = self.model(name)
         self.check(image, view, split)
         with self._one_at_a_time:
-            target, rollout = live.relevance(target, image, *self._which(view, split))
-        return pack({"class": target}, {"relevance": rollout.numpy()})
+            found = live.relevance(target, image, *self._which(view, split))
+        rollout = found.rollout
+        if not whole:
+            extra = rollout.shape[-1] - math.prod(live.grid)  # 0 beside a teacher's patches
+            if extra and self.start_state().query == "x0":
+                rollout = rollout[:, :1]
+            else:
+                rollout = rollout[:, extra:].mean(1, keepdim=True)
+        header = {"class": found.label, "probability": found.probability}
+        return packed(header, {"relevance": rollout.contiguous().numpy()})
 
     def check(self, image: int, view: int = 0, split: str = "train") -> None:
         """Raises UserError for an image or a view that there is not."""

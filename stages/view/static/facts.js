@@ -29,7 +29,8 @@ export function renderHeading({ own, state, className }) {
   const name = header.title ?? `Image ${state.image}`;
   $("title").textContent = header.label == null ? name : `${name}: ${className(header.label)}`;
   document.title = `${name} – attention maps`;
-  const predictions = [header.stored, header].filter((one) => one?.predicted != null);
+  const isSaid = header.label == null && header.explains; // by the first of the chips
+  const predictions = [header.stored, header].filter((one) => one?.predicted != null && !isSaid);
   const parts = predictions.map(({ name, predicted, probability, label }) => {
     const said = `${ending(name)}: ${className(predicted)}, ${percent(probability)}`;
     if (label == null) return make("span", {}, said);
@@ -40,7 +41,9 @@ export function renderHeading({ own, state, className }) {
 }
 
 /** A sentence about a pane, for its caption and for those who cannot see it. */
-export function sentence({ state, maps, compared, className }, { name, weights, grid, query, there }) {
+export function sentence(app, pane) {
+  const { state, compared, rival, className } = app;
+  const { maps, name, weights, grid, query, there } = pane;
   if (!there) return `${name}: no stored map for this block.`;
   const { head, direction, layer } = state;
   const place = (token) =>
@@ -52,10 +55,10 @@ export function sentence({ state, maps, compared, className }, { name, weights, 
   let what = `${who} ${query === "mean" ? "read" : "reads"} here`;
   if (direction === "to") what = `these patches read ${who}`;
   if (head === "gradient") {
-    const label = className(maps.relevanceClass ?? maps.header.predicted);
+    const label = className(maps.explained?.class ?? maps.header.predicted);
     what = `what speaks for “${label}” in the blocks up to ${maps.block(layer)}, as ${who} reads it`;
   }
-  const whose = compared ? `${name}. ` : "";
+  const whose = compared || rival ? `${headline(app, pane)}. ` : "";
   const [h, w] = grid;
   const outermost = most % w === 0 || most % w === w - 1 || most < w || most >= (h - 1) * w;
   const warning = outermost ? " It reads the border: often a sink." : "";
@@ -63,12 +66,29 @@ export function sentence({ state, maps, compared, className }, { name, weights, 
 }
 
 /** What a pane shows, in a few words. */
-export function headline({ state, maps, own, compared, className }, { name }) {
-  const { header } = own;
+export function headline({ state, compared, className }, { name, maps }) {
+  const { header, explained } = maps;
   if (compared) return ending(name);
   if (header.predicted == null) return header.title ?? `Image ${state.image}`;
-  const label = state.head === "gradient" ? (maps.relevanceClass ?? header.predicted) : header.predicted;
-  return label === header.predicted ? `${className(label)}, ${percent(header.probability)}` : className(label);
+  const { class: label, probability } =
+    state.head === "gradient" && explained ? explained : { class: header.predicted, probability: header.probability };
+  return `${className(label)}, ${percent(probability)}`;
+}
+
+/** The likeliest classes as buttons: each explains its class, or shows it beside the one that is. */
+export function renderChips({ own, compared, className }) {
+  const { likely, probabilities } = own.header;
+  const chips = likely.map((label, place) => {
+    const name = className(label);
+    const data = { head: "gradient", explain: place ? label : "top" };
+    const said = `${name} ${Math.round(100 * probabilities[place])} %`;
+    const title = `${name}, ${percent(probabilities[place])}`;
+    const chip = make("span", { className: "chip" }, make("button", { data, title }, said));
+    const beside = { data: { head: "gradient", beside: label }, title: `${name} beside`, ariaLabel: `${name} beside` };
+    if (!compared) chip.append(make("button", { className: "plus", ...beside }, "+"));
+    return chip;
+  });
+  $("chips").replaceChildren(...chips);
 }
 
 /** What a picture says of the map that it shows. */
@@ -89,7 +109,7 @@ export function renderFacts({ state, maps, own, className }, query) {
   const words = {
     mean: "mean over heads",
     rollout: "rollout up to this block",
-    gradient: `relevance for ${className(own.relevanceClass)}, up to this block`,
+    gradient: `relevance for ${className(own.explained?.class)}, up to this block`,
   };
   const facts = [["Map", `block ${maps.block(layer)}, ${words[head] ?? `head ${head}`}`]];
   if (typeof query === "number") {

@@ -11,7 +11,7 @@ import { Gallery } from "./gallery.js";
 import { Grid } from "./grid.js";
 import { renderCharts } from "./charts.js";
 import { Stage } from "./stage.js";
-import { cardLines, renderFacts, renderHeading, sentence } from "./facts.js";
+import { cardLines, renderChips, renderFacts, renderHeading, sentence } from "./facts.js";
 import { listenToKeys } from "./keys.js";
 
 const source = openSource();
@@ -26,6 +26,7 @@ const app = {
   state: { ...DEFAULTS },
   own: null, // Maps of the store or, where there is none or one is chosen, of a model
   compared: null, // Maps of the store, beside a student's
+  rival: null, // Maps with the gradient of another class, which are shown beside
   picture: null,
   hovered: null,
 
@@ -38,6 +39,7 @@ const app = {
   async set(changes) {
     const { state } = app;
     const before = { ...state };
+    if ("image" in changes) Object.assign(state, { explain: "top", beside: "none" }); // of that photo
     Object.assign(state, changes);
     if (state.direction !== before.direction && state.query === "mean") state.query = middle(app.maps.grid);
     const changed = Object.keys(DEFAULTS).filter((name) => before[name] !== state[name]);
@@ -49,7 +51,7 @@ const app = {
     writeAddress();
     if (changed.some((name) => LISTED.includes(name))) await gallery.load();
     if (!app.own) return;
-    if (changed.includes("explain")) await explain(app.own);
+    if (changed.includes("explain") || changed.includes("beside")) await explain(app.own);
     render();
   },
 
@@ -113,6 +115,7 @@ async function load(push = true) {
     Object.assign(app, { own, compared, picture });
     fitState(state, about, app.maps);
     if (state.head === "gradient") await explain(own);
+    else app.rival = null;
   } catch (error) {
     if (mine === loads) fail(error);
     return;
@@ -181,9 +184,14 @@ function shortened(names, labelled) {
 /** Gets the relevance for the class that is explained. */
 async function explain(own) {
   try {
-    const { header, arrays } = await source.relevance(app.state);
-    own.relevance = arrays.relevance;
-    own.relevanceClass = header.class;
+    const { state, compared } = app;
+    const asked = [state.explain === own.header.predicted ? "top" : state.explain];
+    if (state.beside !== "none" && !compared) asked.push(state.beside);
+    const found = await Promise.all(asked.map((label) => source.relevance(state, label === "top" ? "" : label)));
+    const [first, second] = found.map((message) => own.explaining(message));
+    Object.assign(own, { relevance: first.relevance, explained: first.explained });
+    app.rival = second ?? null;
+    fitState(state, app.about, app.maps);
   } catch (error) {
     say(`No gradient: ${error.message}`);
     own.header.explains = false;
@@ -247,8 +255,9 @@ function render() {
   $("no-teacher").hidden = !header.no_teacher;
   $("no-teacher").textContent = `No teacher beside ${header.name}: ${header.no_teacher}.`;
   $("show-choice").hidden = !app.compared;
-  $("explain-choice").hidden = state.head !== "gradient" || source.offline;
-  if (!$("explain-choice").hidden) fillExplained();
+  $("classes").hidden = !header.explains;
+  if (header.explains) renderChips(app);
+  fillExplained();
   const tokens = maps.extra.map((name, p) => [`x${p}`, name === "class" ? "class token" : name]);
   const buttons = [...tokens, ["mean", "all patches"]].map(([query, name]) =>
     make("button", { data: { query } }, name),
@@ -264,7 +273,7 @@ function render() {
   renderHeading(app);
   for (const name of CONTROLS) {
     if ($(name).type === "checkbox") $(name).checked = Boolean(state[name]);
-    else $(name).value = name === "explain" ? own.relevanceClass : state[name];
+    else $(name).value = state[name];
   }
   for (const button of document.querySelectorAll("#stage button, .side button")) {
     const sets = Object.entries(button.dataset);
@@ -275,23 +284,23 @@ function render() {
   renderMaps();
 }
 
-/** The classes that can be explained, the likeliest first. */
+let named = null; // the names that the choice of classes has: they may be a thousand
+
+/** All classes that can be explained. */
 function fillExplained() {
-  const { likely } = app.own.header;
-  const first = likely.map(app.className).join();
-  if ($("explain").dataset.first === first) return; // they are a thousand
-  $("explain").dataset.first = first;
-  const others = [...Array(app.about.classes).keys()].filter((label) => !likely.includes(label));
-  const options = [...likely, ...others].map((label) => new Option(app.className(label), label));
-  $("explain").replaceChildren(...options);
+  if (named === app.classNames) return;
+  named = app.classNames;
+  const options = Array.from({ length: app.about.classes }, (_, label) => new Option(app.className(label), label));
+  $("explain").replaceChildren(new Option("any class", "top"), ...options);
 }
 
 /** What changes while the pointer moves. */
 function renderMaps() {
-  const { state, maps, own, compared, picture, hovered } = app;
+  const { state, maps, own, compared, rival, picture, hovered } = app;
   const query = hovered ?? state.query;
   const panes = [{ name: own.header.name, maps: own, picture }];
   if (compared) panes.unshift({ name: "teacher", maps: compared, picture });
+  if (rival && state.head === "gradient") panes.push({ name: own.header.name, maps: rival, picture });
   stage.render(panes, query);
   grid.render(maps, query);
   if (hovered === null) $("says").textContent = stage.shown.map(app.says).join(" ");
@@ -342,8 +351,12 @@ function fillSplits(splits) {
 function listen() {
   listenToKeys(app, gallery);
   document.querySelector("main").addEventListener("click", ({ target }) => {
-    const changes = Object.entries(target.closest("button")?.dataset ?? {});
-    if (changes.length) app.set(Object.fromEntries(changes.map(([name, text]) => [name, parsed(text)])));
+    const button = target.closest("button");
+    const said = Object.entries(button?.dataset ?? {});
+    if (!said.length) return;
+    const changes = Object.fromEntries(said.map(([name, text]) => [name, parsed(text)]));
+    if (changes.beside === app.state.beside && button.ariaPressed === "true") changes.beside = "none";
+    app.set(changes);
   });
   for (const name of CONTROLS) {
     $(name).addEventListener(name === "opacity" ? "input" : "change", () => {
@@ -351,6 +364,7 @@ function listen() {
       const text = type === "checkbox" ? String(Number(checked)) : value;
       const changes = { [name]: name === "student" ? text : parsed(text) };
       if (["student", "split", "order", "class"].includes(name)) changes.page = 0;
+      if (name === "explain") changes.head = "gradient";
       if (name === "split") Object.assign(changes, { image: 0, view: 0 });
       gallery.opens = name === "order" && value !== "id"; // the first of them
       app.set(changes);
@@ -404,6 +418,8 @@ async function open() {
   $("view").max = about.views - 1;
   $("views").textContent = `of 0 to ${about.views - 1}`;
   $("adds").hidden = !about.adds;
+  $("explain").hidden = source.offline;
+  $("address-leads").hidden = location.protocol === "about:"; // a notebook's frame
   Object.assign(DEFAULTS, about.start, { split: about.split });
   if (!about.stored) DEFAULTS.student = about.students[0] ?? "";
   readAddress();

@@ -17,6 +17,8 @@ export class Maps {
     if (header.blocks.every((number, layer) => number === layer)) this.columns.push("rollout");
     if (header.explains) this.columns.push("gradient");
     this.relevance = null; // for the "gradient" of a class, which the server computes on its own
+    this.explained = null; // that class and its probability
+    this.means = new Map();
   }
 
   /** The row of a query: a number of a patch, or "x0", "x1", ... of a class or register token. */
@@ -48,17 +50,39 @@ export class Maps {
   /** The weights of all tokens [N]: what a query reads from each key or, in the direction "to", what
    * each query reads from a key. Without a query: what each key gets on average from patches. */
   whole(layer, head, query, direction) {
+    const { size } = this;
+    if (head === "gradient" && this.single) return this.relevance.values.subarray(layer * size, (layer + 1) * size);
     const map = this.map(layer, head);
-    const { size, extra } = this;
     if (!map) return new Float32Array(size);
-    if (query === "mean") {
-      const sums = new Float64Array(size);
-      for (let i = extra.length * size; i < map.length; i++) sums[i % size] += map[i];
-      return Float32Array.from(sums, (sum) => sum / this.tokens);
-    }
+    if (query === "mean") return this.mean(layer, head, map);
     const row = this.row(query);
     if (direction === "from") return map.subarray(row * size, (row + 1) * size);
     return Float32Array.from({ length: size }, (_, q) => map[q * size + row]);
+  }
+
+  /** What each key gets on average from patches; summed once for each map. */
+  mean(layer, head, map) {
+    const key = `${layer}/${head}`;
+    if (this.means.get(key)?.map !== map.buffer) {
+      const { size } = this;
+      const sums = new Float64Array(size);
+      for (let i = this.extra.length * size; i < map.length; i += size) {
+        for (let k = 0; k < size; k++) sums[k] += map[i + k];
+      }
+      this.means.set(key, { map: map.buffer, weights: Float32Array.from(sums, (sum) => sum / this.tokens) });
+    }
+    return this.means.get(key).weights;
+  }
+
+  /** Whether the gradient is known for one query alone, as in a page without a server. */
+  get single() {
+    return this.relevance?.shape[1] === 1;
+  }
+
+  /** These maps with the gradient of another class. */
+  explaining({ header, arrays }) {
+    const other = Object.assign(Object.create(Maps.prototype), this, { means: new Map() });
+    return Object.assign(other, { relevance: arrays.relevance, explained: header });
   }
 
   /** The weights [T] of the patches. */

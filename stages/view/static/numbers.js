@@ -25,7 +25,7 @@ export function asJson({ state, own, compared }) {
     const whole = own.whole(layer, head, query, direction);
     shown.extra = Object.fromEntries(extra.map((name, p) => [name, whole[p]]));
   }
-  if (head === "gradient") shown.class = own.relevanceClass;
+  if (head === "gradient") shown.class = own.explained.class;
   if (header.no_teacher) shown.no_teacher = header.no_teacher;
   if (direction === "to") shown.direction = "to"; // inspect has no such map
   return shown;

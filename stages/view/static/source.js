@@ -1,6 +1,7 @@
 // Where numbers come from: the server, or the page itself (gaupipe view --html).
 
-const TYPES = { float16: globalThis.Float16Array, float32: Float32Array };
+const LEVELS = 63; // as in stages/view/messages.py
+const TYPES = { float16: globalThis.Float16Array, float32: Float32Array, uint8: Uint8Array };
 
 /** {header, arrays} of a message (pack in stages/view/viewer.py): each array has `values`, flat, and
  * `shape`. */
@@ -12,7 +13,18 @@ export function unpack(buffer) {
     arrays[name] = { shape, values: new TYPES[dtype](buffer.slice(at, at + bytes)) };
     at += bytes;
   }
+  for (const [name, { shape, values }] of Object.entries(arrays)) {
+    const most = arrays[`${name}.most`]?.values; // of each row; the values are levels of the roots of shares
+    const row = shape.at(-1);
+    if (most) arrays[name].values = Float32Array.from(values, (level, i) => (level / LEVELS) ** 2 * most[Math.floor(i / row)]);
+  }
   return { header, arrays };
+}
+
+/** The content of a message that a page holds. */
+async function inflated(text) {
+  const stream = new Blob([Uint8Array.fromBase64(text)]).stream();
+  return new Response(stream.pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
 }
 
 /** Parts of a state, as a server reads them. */
@@ -67,8 +79,8 @@ class Server {
     return this.message(`api/image/${state.image}?${asked(state, "view", "split", "student")}`);
   }
 
-  relevance(state) {
-    const label = state.explain < 0 ? "" : state.explain; // none: the predicted class
+  /** What speaks for a class, for "" the predicted one. */
+  relevance(state, label = "") {
     const what = asked(state, "view", "split", "student");
     return this.message(`api/relevance/${state.image}?class=${label}&${what}`);
   }
@@ -116,18 +128,23 @@ class Embedded {
     throw new Error(`This page has only the images ${ids}, not image ${image}.`);
   }
 
-  /** A message of a student or, where the page has none of that name, the first. */
-  async message(messages, { view, student }) {
-    const [first] = Object.values(messages);
-    return unpack(Uint8Array.fromBase64((messages[student] ?? first)[view]).buffer);
+  /** The content for a student or, where the page has none of that name, the first. */
+  of(contents, { view, student }) {
+    const [first] = Object.values(contents);
+    return (contents[student] ?? first)[view];
   }
 
   async image(state) {
-    return this.message(this.found(state.image).maps, state);
+    return unpack(await inflated(this.of(this.found(state.image).maps, state)));
   }
 
-  async relevance(state) {
-    return this.message(this.found(state.image).relevance, state);
+  /** The page has the likeliest classes. */
+  async relevance(state, label = "") {
+    const messages = this.of(this.found(state.image).relevance, state);
+    const { header } = await this.image(state);
+    const message = messages[label === "" ? header.predicted : label];
+    if (!message) throw new Error("this page has the likeliest classes alone.");
+    return unpack(await inflated(message));
   }
 
   pixels({ image, view }) {

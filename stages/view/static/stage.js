@@ -43,18 +43,20 @@ export class Stage {
       if (this.app.state.capped) weights = capped(weights, maps.grid);
       const gaussian = there && direction === "from" ? maps.gaussian(layer, head, query) : null;
       const { crop, grid } = maps.header;
-      return { name, picture, crop, weights, grid, opacity, style, query, gaussian, there };
+      return { name, maps, picture, crop, weights, grid, opacity, style, query, gaussian, there };
     });
     const ranges = this.shown.map(({ weights }) => rangeOf(weights));
-    const least = floor ? Math.min(...ranges.map(([low]) => low)) : 0;
-    const most = Math.max(...ranges.map(([, top]) => top));
+    const shared = this.app.rival ? ranges.slice(0, 1) : ranges; // each class has a scale of its own
+    const least = floor ? Math.min(...shared.map(([low]) => low)) : 0;
+    const most = Math.max(...shared.map(([, top]) => top));
     $("least").textContent = least ? least.toPrecision(3) : "0";
     $("most").textContent = most.toPrecision(3);
     this.range = [least, most];
     this.shown.forEach((seen, place) => {
       const pane = this.panes[place];
       const said = this.app.says(seen);
-      drawPane(pane, { ...seen, range: [least, most || 1] });
+      const range = this.app.rival ? [floor * ranges[place][0], ranges[place][1]] : [least, most];
+      drawPane(pane, { ...seen, range: [range[0], range[1] || 1] });
       pane.dataset.title = headline(this.app, seen);
       pane.querySelector("canvas").ariaLabel = said;
       pane.lastChild.textContent = said;

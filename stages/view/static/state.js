@@ -9,7 +9,8 @@ export const DEFAULTS = {
   query: "mean", // a number, "mean", or "x0" for the class token, "x1", ... for registers
   direction: "from", // "from": what the query reads; "to": which queries read this key
   student: "",
-  explain: -1, // the class that "gradient" explains; -1 is the predicted one
+  explain: "top", // the class that "gradient" explains; "top" is the predicted one
+  beside: "none", // another class, whose gradient is shown beside it
   show: "student", // whose maps the grid of heads shows, beside a student
   opacity: 0.5,
   style: "spotlight", // or "squares", "heat"
@@ -29,6 +30,8 @@ export const WORDS = {
   direction: ["from", "to"],
   show: ["student", "teacher"],
   style: ["spotlight", "squares", "heat"],
+  explain: ["top"],
+  beside: ["none"],
   order: ["id", "wrong", "sure", "unsure"],
 };
 
@@ -42,7 +45,7 @@ export function parseState(hash, start = {}) {
     if (!Object.hasOwn(DEFAULTS, name)) continue;
     const value = parsed(text);
     const isExtra = name === "query" && /^x\d{1,2}$/.test(text); // a class or register token
-    const takesNumbers = typeof DEFAULTS[name] === "number" || ["head", "query", "class"].includes(name);
+    const takesNumbers = typeof DEFAULTS[name] === "number" || ["head", "query", "class", "explain", "beside"].includes(name);
     if (name === "student" || isExtra || WORDS[name]?.includes(text)) state[name] = text;
     else if (typeof value === "number" && takesNumbers) state[name] = value;
   }
@@ -73,5 +76,6 @@ export function fitState(state, about, maps) {
     if (typeof state.query === "number") state.query = within(state.query, maps.tokens);
     else if (state.query !== "mean" && !(maps.row(state.query) < maps.extra.length)) state.query = query;
   }
+  if (state.head === "gradient" && maps.single) Object.assign(state, { query: DEFAULTS.query, direction: "from" });
   if (state.query === "mean") state.direction = "from";
 }
