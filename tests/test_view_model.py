@@ -193,6 +193,44 @@ def test_large_maps_are_sent_in_8_bits(monkeypatch, viewer, browser):
     assert (np.abs(read_maps - maps) <= 0.016 * maps.max(-1, keepdims=True)).all()
 
 
+def test_a_map_is_tested_by_what_the_model_says_without_its_patches(viewer, pictures, browser):
+    """Painted by numpy, and asked anew."""
+    vit = viewer.model("").model
+    images = inputs(pictures, "b.png")
+
+    def without(patches) -> float:
+        grey = images.clone()
+        for patch in patches:
+            y, x = divmod(int(patch), 4)
+            grey[..., 8 * y : 8 * y + 8, 8 * x : 8 * x + 8] = 0  # the mean that the model knows
+        return vit(grey)[0].softmax(-1)[1].item()
+
+    found = viewer.test("", 1, 1, [3, 9, 10])
+    assert found.whole == pytest.approx(without([]), abs=1e-5)
+    assert found.without == pytest.approx(without([3, 9, 10]), abs=1e-5)
+    draw = torch.Generator().manual_seed(0)
+    random = [without(torch.randperm(16, generator=draw)[:3]) for _ in range(8)]
+    assert found.random == pytest.approx(np.mean(random), abs=1e-5)
+    with serving(viewer) as address:
+        for patches, code in (("16", 404), ("", 404), ("1,x", 404), ("1", 200)):
+            answer = get(f"{address}/api/test/1?patches={patches}")
+            assert answer[0] == code, patches
+        page = Page(browser, f"{address}/")
+        page.open("image=1&explain=1&head=gradient")
+        page.page.click("#test")
+        page.until("document.querySelector('#tested').textContent !== ''")
+        map = np.ravel(json.loads(page.saved("#json"))["map"])
+        expected = viewer.test("", 1, 1, map.argsort()[::-1][:3].tolist())
+        shares = [f"{100 * share:.1f} %" for share in vars(expected).values() if share != 1]
+        assert page.text("#tested") == (
+            f"class 1: {shares[0]} → {shares[1]}; without random patches {shares[2]}"
+        )
+        assert page.page.locator("#panes svg [fill='#7c7770']").count() == 3
+        page.press("m")
+        assert page.text("#tested") == "" and page.complaints == []
+        page.page.close()
+
+
 def test_two_classes_stand_side_by_side(viewer, pictures, browser, tmp_path):
     """With a server and, for the token that the head reads, without one."""
     images = inputs(pictures, "b.png")

@@ -36,6 +36,7 @@ from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.vit.attention_maps import use_fused_attention
 from gaupipe.vit.capture import Traced, trace
 from gaupipe.vit.heads import classifies, names_of_tokens, probabilities
+from stages.look.removal import Tested, without_patches
 from stages.runs.directory import RunDirectory
 from stages.runs.students import recorded_store
 from stages.runs.trained import load_student, open_maps
@@ -248,13 +249,27 @@ class LiveMaps:
 
     def relevance(self, target: int | None, image: int, *which: Any) -> Relevance:
         """What speaks for a class, by default the predicted one. ``which`` as in :meth:`see`."""
+        self.check_class(target)
         _, traced = self.traced(image, *which)
         if target is None:
             target = int(traced.logits.argmax())
-        if target >= self.model.num_classes:
-            raise UserError(f"class {target}: {self.name} has {self.model.num_classes} classes")
-        probability = round(traced.logits[0].detach().softmax(-1)[target].item(), 6)
+        probability = round(probabilities(traced.logits[0].detach())[target].item(), 6)
         return Relevance(target, probability, traced.rollout(torch.tensor([target]))[0])
+
+    def without(
+        self, patches: Sequence[int], target: int | None, image: int, *which: Any
+    ) -> Tested:
+        """What the probability of a class, by default the predicted one, is without some patches.
+        ``which`` as in :meth:`see`."""
+        self.check_class(target)
+        return without_patches(
+            self.model, self.batch(image, *which).images, patches, target, self.grid
+        )
+
+    def check_class(self, target: int | None) -> None:
+        """Raises UserError for a class that there is not."""
+        if target is not None and target >= self.model.num_classes:
+            raise UserError(f"class {target}: {self.name} has {self.model.num_classes} classes")
 
     def traced(
         self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"

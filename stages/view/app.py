@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -50,13 +51,13 @@ async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Res
 
 
 def asked(request: Request) -> SimpleNamespace:
-    """The image, view, side, split, student, order, label and page of an address. An empty student
-    is the store's teacher or, where there is no store, the first model; a class that is not named
-    is None."""
+    """The image, view, side, split, student, order, label, page and patches of an address. An empty
+    student is the store's teacher or, where there is no store, the first model; a class that is not
+    named is None."""
     query = {"image": "0", "view": "0", "page": "0", "split": "train", "student": "", "order": "id"}
     query["side"] = str(PHOTO)
     query |= {**request.path_params, **request.query_params}
-    numbers = {}
+    numbers: dict[str, Any] = {}
     names = ["image", "view", "page", "side"]
     if query.get("class"):
         names.append("class")
@@ -65,6 +66,10 @@ def asked(request: Request) -> SimpleNamespace:
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise UserError(f"{name} {text[:20]!r}: should be a whole number")
         numbers[name] = int(text)
+    patches = query.get("patches", "0")
+    if not re.fullmatch(r"\d{1,4}(,\d{1,4}){0,9999}", patches, re.ASCII):
+        raise UserError(f"patches {patches[:20]!r}: should be whole numbers between commas")
+    numbers["patches"] = [int(patch) for patch in patches.split(",")]
     return SimpleNamespace(**query | numbers | {"label": numbers.get("class")})
 
 
@@ -82,6 +87,9 @@ def make_app(viewer: Viewer) -> Starlette:
         "/api/pixels/{image}": lambda a: viewer.pixels(a.image, a.view, a.split, max(a.side, 1)),
         "/api/relevance/{image}": lambda a: viewer.relevance(
             a.student, a.image, a.label, a.view, a.split
+        ),
+        "/api/test/{image}": lambda a: asdict(
+            viewer.test(a.student, a.image, a.label, a.patches, a.view, a.split)
         ),
     }
 

@@ -58,8 +58,8 @@ def show(
     image_size  pixels of the images that the model gets; None is the model's own
     height      of the page in the notebook, in pixels
 
-    A page of four photos and a ViT of 12 blocks, 3 heads and 197 tokens has 7 MB, which the notebook
-    saves with its cell. Raises UserError for what is no image, and for a model whose
+    A page of four photos and a ViT of 12 blocks, 3 heads and 197 tokens has 7 MB, which the
+    notebook saves with its cell. Raises UserError for what is no image, and for a model whose
     attention cannot be seen.
     """
     from gaupipe.data.prepared import image_files

@@ -31,6 +31,7 @@ from gaupipe.vit.heads import reads_class_token
 from stages.look.colours import colours
 from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
 from stages.look.measures import divergence, numbers, with_mean_and_rollout
+from stages.look.removal import Tested
 from stages.view.gallery import Gallery, Page, stored_gallery
 from stages.view.messages import About, Pack, Pixels, Reading, Start, Status, pack
 
@@ -283,6 +284,7 @@ class Viewer:
             "compared": compared,
             "no_teacher": seen.no_teacher if self.stored else None,
             "explains": shown.explains,
+            "tests": isinstance(shown, LiveMaps) and shown.predicts,
             "crop": self._photo(image, view, split)[1] if self._data else WHOLE,
         }
         return packed(header, {name: array.numpy() for name, array in arrays.items()})
@@ -385,6 +387,26 @@ class Viewer:
                 rollout = rollout[:, extra:].mean(1, keepdim=True)
         header = {"class": found.label, "probability": found.probability}
         return packed(header, {"relevance": rollout.contiguous().numpy()})
+
+    def test(
+        self,
+        name: str,
+        image: int,
+        target: int | None,
+        patches: Sequence[int],
+        view: int = 0,
+        split: str = "train",
+    ) -> Tested:
+        """What a model says of an image without some patches, and without random ones."""
+        live = self.model(name)
+        if not live.predicts:
+            raise UserError(f"{live.name}: predicts no classes")
+        self.check(image, view, split)
+        count = math.prod(live.grid)
+        if not patches or max(patches) >= count:
+            raise UserError(f"patches: should be some of 0 to {count - 1}")
+        with self._one_at_a_time:
+            return live.without(patches, target, image, *self._which(view, split))
 
     def check(self, image: int, view: int = 0, split: str = "train") -> None:
         """Raises UserError for an image or a view that there is not."""

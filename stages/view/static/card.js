@@ -36,7 +36,9 @@ async function marksOf(svg, width, height) {
 /** Draws the photo of a pane and its map into a box. */
 async function drawPhoto(context, pane, [x, y, width, height]) {
   const [image, canvas, svg] = pane.querySelector(".photo").children;
-  const [aspect, across, down] = ["aspect", "across", "down"].map((name) => Number(pane.style.getPropertyValue(`--${name}`)));
+  const [aspect, across, down] = ["aspect", "across", "down"].map((name) =>
+    Number(pane.style.getPropertyValue(`--${name}`)),
+  );
   const wide = Math.round(Math.min(width / across, (height * aspect) / down));
   const high = Math.round(wide / aspect);
   context.save();

@@ -32,14 +32,17 @@ function chart({ name, title, unit, meaning }, maps, value, idle) {
   });
   const plot = make("div", { className: "plot", role: "group", ariaLabel: title }, ...ticks(most), ...dots);
   const caption = make("figcaption", {}, make("b", {}, title), ` ${unit}`);
-  const blocks = make("div", { className: "blocks" }, make("span", {}, `block ${maps.block(0)}`), make("span", {}, maps.block(layers - 1)));
+  const blocks = make(
+    "div",
+    { className: "blocks" },
+    make("span", {}, `block ${maps.block(0)}`),
+    make("span", {}, maps.block(layers - 1)),
+  );
   return [make("figure", { id: `chart-${name}` }, caption, plot, blocks, make("small", {}, meaning))];
 }
 
 export function renderCharts(maps) {
   const idle = (layer, head) => Boolean(maps.number("idle", layer, head));
-  const drawn = NUMBERS.map((each) =>
-    chart(each, maps, (layer, head) => maps.number(each.name, layer, head), idle),
-  );
+  const drawn = NUMBERS.map((each) => chart(each, maps, (layer, head) => maps.number(each.name, layer, head), idle));
   $("charts").replaceChildren(...drawn.flat());
 }

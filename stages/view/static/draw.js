@@ -70,9 +70,11 @@ function fill(canvas, values, [h, w], table) {
  * nothing shines through, at 0 nothing is seen. */
 export function paint(canvas, values, grid, overlay = 1) {
   if (!painted.has(overlay)) {
-    const opacity = (opaque) =>
-      overlay < 0.5 ? opaque * 2 * overlay : opaque + (255 - opaque) * (2 * overlay - 1);
-    painted.set(overlay, tableOf((i) => [...colours.subarray(4 * i, 4 * i + 3), opacity(colours[4 * i + 3])]));
+    const opacity = (opaque) => (overlay < 0.5 ? opaque * 2 * overlay : opaque + (255 - opaque) * (2 * overlay - 1));
+    painted.set(
+      overlay,
+      tableOf((i) => [...colours.subarray(4 * i, 4 * i + 3), opacity(colours[4 * i + 3])]),
+    );
   }
   fill(canvas, values, grid, painted.get(overlay));
 }
@@ -81,7 +83,13 @@ export function paint(canvas, values, grid, overlay = 1) {
 export function paintBar(canvas, style) {
   const values = Float32Array.from({ length: 256 }, (_, i) => i / 255);
   if (style !== "spotlight") paint(canvas, values, [1, 256], 1);
-  else fill(canvas, values, [1, 256], tableOf((i) => [40 + i * 0.84, 40 + i * 0.84, 40 + i * 0.84, 255]));
+  else
+    fill(
+      canvas,
+      values,
+      [1, 256],
+      tableOf((i) => [40 + i * 0.84, 40 + i * 0.84, 40 + i * 0.84, 255]),
+    );
 }
 
 /** A map's values on a finer grid, and that grid. */
@@ -129,9 +137,9 @@ export function makePane() {
 }
 
 /** Shows a map in a pane: `seen` has the picture (or null), its `crop`, the weights on their grid,
- * their range, the style, and the query and Gaussian that are marked. Without a picture there is
+ * their range, the style, the patches that a test has hidden, and the query and Gaussian that are marked. Without a picture there is
  * nothing to throw light on, and the map is painted alone. */
-export function drawPane(pane, { picture, crop, weights, grid, range, opacity, style, query, gaussian }) {
+export function drawPane(pane, { picture, crop, weights, grid, range, opacity, style, query, gaussian, hidden }) {
   const [h, w] = grid;
   const [image, canvas, svg] = pane.querySelector(".photo").children;
   const [left, top, right, bottom] = picture ? crop : [0, 0, 1, 1];
@@ -158,7 +166,8 @@ export function drawPane(pane, { picture, crop, weights, grid, range, opacity, s
   }
   svg.setAttribute("viewBox", `0 0 ${w} ${h}`);
   svg.setAttribute("preserveAspectRatio", "none");
-  svg.innerHTML = marks(query, gaussian, grid);
+  const grey = hidden.map((patch) => `<path d="M${patch % w} ${Math.floor(patch / w)}h1v1h-1z" fill="#7c7770"/>`);
+  svg.innerHTML = grey.join("") + marks(query, gaussian, grid);
 }
 
 /** The patch of a query; a Gaussian's centre and the ellipse of one standard deviation, in patches. */
@@ -175,7 +184,11 @@ function marks(query, gaussian, [h, w]) {
     shapes.push([`path d="M${x - 0.2} ${y}h.4M${x} ${y - 0.2}v.4"`, "#fff"]);
   }
   const outlined = ([shape, colour]) =>
-    [["#000a", 5], ["#fff", 4], [colour, 2.5]].map(
+    [
+      ["#000a", 5],
+      ["#fff", 4],
+      [colour, 2.5],
+    ].map(
       ([stroke, width]) =>
         `<${shape} fill="none" vector-effect="non-scaling-stroke" stroke="${stroke}" stroke-width="${width}"/>`,
     );

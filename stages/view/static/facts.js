@@ -5,15 +5,29 @@ import { $, ending, make, percent } from "./dom.js";
 /** Numbers of a head, as charts, cells and facts name them. */
 export const NUMBERS = [
   { name: "entropy", title: "Entropy", unit: "nats", meaning: "Low: a head that reads few tokens." },
-  { name: "distance", title: "Distance", unit: "tokens", meaning: "From a patch to where it reads. Low: a local head." },
-  { name: "share", title: "Largest key", unit: "", meaning: "Its share. High: most queries read one and the same token, a sink." },
-  { name: "value", title: "Its value", unit: "of the mean", meaning: "Low: reading that token adds little. A ring: the head does nothing." },
+  {
+    name: "distance",
+    title: "Distance",
+    unit: "tokens",
+    meaning: "From a patch to where it reads. Low: a local head.",
+  },
+  {
+    name: "share",
+    title: "Largest key",
+    unit: "",
+    meaning: "Its share. High: most queries read one and the same token, a sink.",
+  },
+  {
+    name: "value",
+    title: "Its value",
+    unit: "of the mean",
+    meaning: "Low: reading that token adds little. A ring: the head does nothing.",
+  },
   { name: "kl", title: "KL", unit: "nats", meaning: "High: the student's head differs from the teacher's." },
 ];
 
 /** What a map is called in a sentence. */
-export const called = (maps, layer, head) =>
-  `Block ${maps.block(layer)}, ${/^\d/.test(head) ? `head ${head}` : head}`;
+export const called = (maps, layer, head) => `Block ${maps.block(layer)}, ${/^\d/.test(head) ? `head ${head}` : head}`;
 
 /** [title, number] of each number of a head that is known. */
 export function numbersOf(maps, layer, head) {
@@ -94,7 +108,12 @@ export function renderChips({ own, compared, className }) {
 /** What a picture says of the map that it shows. */
 export function cardLines({ state, maps }, [least, most]) {
   const { layer, head, query, direction } = state;
-  const who = query === "mean" ? "all patches" : typeof query === "number" ? "the marked patch" : `the ${maps.extra[maps.row(query)]} token`;
+  const who =
+    query === "mean"
+      ? "all patches"
+      : typeof query === "number"
+        ? "the marked patch"
+        : `the ${maps.extra[maps.row(query)]} token`;
   const words = { mean: "mean over heads", rollout: "rollout", gradient: "gradient rollout" };
   const what = `block ${maps.block(layer)}, ${words[head] ?? `head ${head}`}`;
   const reads = direction === "to" ? `who reads ${who}` : `what ${who} ${query === "mean" ? "read" : "reads"}`;

@@ -21,10 +21,8 @@ export class Grid {
     $("grid").style.setProperty("--layers", layers);
     $("grid").style.setProperty("--aspect", grid[1] / grid[0]);
     $("grid").classList.toggle("many", columns.length > 10);
-    const label = (text) =>
-      make("span", { className: typeof text === "string" ? "label word" : "label" }, text);
-    const cell = (layer, head) =>
-      make("button", { className: "cell", data: { layer, head } }, make("canvas"));
+    const label = (text) => make("span", { className: typeof text === "string" ? "label word" : "label" }, text);
+    const cell = (layer, head) => make("button", { className: "cell", data: { layer, head } }, make("canvas"));
     const parts = [label(""), ...columns.map(label)];
     for (let layer = 0; layer < layers; layer++) {
       parts.push(label(maps.block(layer)), ...columns.map((head) => cell(layer, head)));

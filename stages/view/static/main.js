@@ -1,21 +1,22 @@
 // The page: one state, what it needs, and the parts that show it.
 
-import { $, count, make } from "./dom.js";
-import { Maps } from "./maps.js";
-import { DEFAULTS, fitState, formatState, middle, parseState, parsed } from "./state.js";
-import { openSource } from "./source.js";
-import { paintBar, setColours } from "./draw.js";
 import { card } from "./card.js";
-import { asJson, save } from "./numbers.js";
+import { renderCharts } from "./charts.js";
+import { $, count, make, percent } from "./dom.js";
+import { paintBar, setColours } from "./draw.js";
+import { cardLines, renderChips, renderFacts, renderHeading, sentence } from "./facts.js";
 import { Gallery } from "./gallery.js";
 import { Grid } from "./grid.js";
-import { renderCharts } from "./charts.js";
-import { Stage } from "./stage.js";
-import { cardLines, renderChips, renderFacts, renderHeading, sentence } from "./facts.js";
 import { listenToKeys } from "./keys.js";
+import { Maps } from "./maps.js";
+import { asJson, save } from "./numbers.js";
+import { openSource } from "./source.js";
+import { Stage } from "./stage.js";
+import { DEFAULTS, fitState, formatState, middle, parsed, parseState } from "./state.js";
 
 const source = openSource();
 const RELOAD = ["split", "image", "view", "student"]; // what other numbers are needed for
+const SHARE = 0.2; // of the patches that a test hides, as in stages/look/removal.py
 const LISTED = ["order", "class", "page"]; // what another page of images is needed for
 const CONTROLS = ["student", "split", "view", "order", "class", "explain", "floor", "opacity", "capped", "scale"];
 
@@ -28,6 +29,7 @@ const app = {
   compared: null, // Maps of the store, beside a student's
   rival: null, // Maps with the gradient of another class, which are shown beside
   picture: null,
+  tested: null, // the patches that were painted grey, and what became of the prediction
   hovered: null,
 
   /** The maps that the grid shows. */
@@ -47,6 +49,7 @@ const app = {
       await load();
       return;
     }
+    app.tested = null; // it was another map
     if (app.own) fitState(state, app.about, app.maps);
     writeAddress();
     if (changed.some((name) => LISTED.includes(name))) await gallery.load();
@@ -112,7 +115,7 @@ async function load(push = true) {
   try {
     const [own, compared, picture] = await fetched(state);
     if (mine !== loads) return;
-    Object.assign(app, { own, compared, picture });
+    Object.assign(app, { own, compared, picture, tested: null });
     fitState(state, about, app.maps);
     if (state.head === "gradient") await explain(own);
     else app.rival = null;
@@ -146,7 +149,10 @@ async function fetched(state) {
 async function loadPicture(address) {
   const picture = new Image();
   picture.src = address;
-  return picture.decode().then(() => picture, () => null);
+  return picture.decode().then(
+    () => picture,
+    () => null,
+  );
 }
 
 /** Gets the column of the gradient, then what the images beside this one need, one by one, unless
@@ -255,6 +261,7 @@ function render() {
   $("no-teacher").hidden = !header.no_teacher;
   $("no-teacher").textContent = `No teacher beside ${header.name}: ${header.no_teacher}.`;
   $("show-choice").hidden = !app.compared;
+  $("test-choice").hidden = !header.tests || source.offline;
   $("classes").hidden = !header.explains;
   if (header.explains) renderChips(app);
   fillExplained();
@@ -284,6 +291,29 @@ function render() {
   renderMaps();
 }
 
+/** Asks the model again without the brightest patches of what is shown for its own maps. */
+async function test() {
+  const { state, own } = app;
+  const { weights } = stage.shown.find(({ maps }) => maps === own);
+  const brightest = [...weights.keys()].sort((a, b) => weights[b] - weights[a]);
+  const patches = brightest.slice(0, Math.max(Math.round(SHARE * weights.length), 1));
+  const label = state.head === "gradient" ? own.explained.class : own.header.predicted;
+  $("test").disabled = true;
+  try {
+    const found = await source.test(state, label, patches);
+    if (app.own !== own) return;
+    const [whole, without, random] = [found.whole, found.without, found.random].map(percent);
+    const text = `${app.className(label)}: ${whole} → ${without}; without random patches ${random}`;
+    app.tested = { patches, text };
+    renderMaps();
+  } catch (error) {
+    if (error.unreachable) fail(error);
+    else say(error.message);
+  } finally {
+    $("test").disabled = false;
+  }
+}
+
 let named = null; // the names that the choice of classes has: they may be a thousand
 
 /** All classes that can be explained. */
@@ -302,6 +332,7 @@ function renderMaps() {
   if (compared) panes.unshift({ name: "teacher", maps: compared, picture });
   if (rival && state.head === "gradient") panes.push({ name: own.header.name, maps: rival, picture });
   stage.render(panes, query);
+  $("tested").textContent = app.tested?.text ?? "";
   grid.render(maps, query);
   if (hovered === null) $("says").textContent = stage.shown.map(app.says).join(" ");
   renderFacts(app, query);
@@ -375,12 +406,17 @@ function listen() {
     $("stage").focus();
   });
   $("help-button").addEventListener("click", () => $("help").showModal());
+  $("test").addEventListener("click", test);
   $("json").addEventListener("click", () => {
     save(new Blob([JSON.stringify(asJson(app))], { type: "application/json" }), fileName("json"));
   });
   $("png").addEventListener("click", async () => {
     const panes = [...$("panes").children];
-    const sheet = await card(panes, panes.map((pane) => pane.dataset.title), cardLines(app, stage.range));
+    const sheet = await card(
+      panes,
+      panes.map((pane) => pane.dataset.title),
+      cardLines(app, stage.range),
+    );
     sheet.toBlob((blob) => save(blob, fileName("png")));
   });
   window.addEventListener("popstate", async () => {

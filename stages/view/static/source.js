@@ -16,7 +16,8 @@ export function unpack(buffer) {
   for (const [name, { shape, values }] of Object.entries(arrays)) {
     const most = arrays[`${name}.most`]?.values; // of each row; the values are levels of the roots of shares
     const row = shape.at(-1);
-    if (most) arrays[name].values = Float32Array.from(values, (level, i) => (level / LEVELS) ** 2 * most[Math.floor(i / row)]);
+    if (most)
+      arrays[name].values = Float32Array.from(values, (level, i) => (level / LEVELS) ** 2 * most[Math.floor(i / row)]);
   }
   return { header, arrays };
 }
@@ -54,8 +55,7 @@ class Server {
   }
 
   message(path) {
-    const message =
-      this.kept.get(path) ?? this.ask(path).then(async (answer) => unpack(await answer.arrayBuffer()));
+    const message = this.kept.get(path) ?? this.ask(path).then(async (answer) => unpack(await answer.arrayBuffer()));
     this.kept.delete(path);
     this.kept.set(path, message);
     message.catch(() => this.kept.delete(path));
@@ -83,6 +83,12 @@ class Server {
   relevance(state, label = "") {
     const what = asked(state, "view", "split", "student");
     return this.message(`api/relevance/${state.image}?class=${label}&${what}`);
+  }
+
+  /** What a class's probability is without some patches. */
+  test(state, label, patches) {
+    const what = asked(state, "view", "split", "student");
+    return this.json(`api/test/${state.image}?class=${label}&patches=${patches.join()}&${what}`);
   }
 
   pixels({ image, view, split }, side = 1600) {

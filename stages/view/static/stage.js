@@ -43,7 +43,8 @@ export class Stage {
       if (this.app.state.capped) weights = capped(weights, maps.grid);
       const gaussian = there && direction === "from" ? maps.gaussian(layer, head, query) : null;
       const { crop, grid } = maps.header;
-      return { name, maps, picture, crop, weights, grid, opacity, style, query, gaussian, there };
+      const hidden = maps === this.app.own ? (this.app.tested?.patches ?? []) : [];
+      return { name, maps, picture, crop, weights, grid, opacity, style, query, gaussian, there, hidden };
     });
     const ranges = this.shown.map(({ weights }) => rangeOf(weights));
     const shared = this.app.rival ? ranges.slice(0, 1) : ranges; // each class has a scale of its own

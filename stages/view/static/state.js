@@ -45,7 +45,8 @@ export function parseState(hash, start = {}) {
     if (!Object.hasOwn(DEFAULTS, name)) continue;
     const value = parsed(text);
     const isExtra = name === "query" && /^x\d{1,2}$/.test(text); // a class or register token
-    const takesNumbers = typeof DEFAULTS[name] === "number" || ["head", "query", "class", "explain", "beside"].includes(name);
+    const takesNumbers =
+      typeof DEFAULTS[name] === "number" || ["head", "query", "class", "explain", "beside"].includes(name);
     if (name === "student" || isExtra || WORDS[name]?.includes(text)) state[name] = text;
     else if (typeof value === "number" && takesNumbers) state[name] = value;
   }
