@@ -6,6 +6,7 @@ import resource
 import shutil
 import struct
 import subprocess
+import unicodedata
 
 import numpy as np
 import pytest
@@ -320,6 +321,16 @@ def test_copies_among_the_images_of_one_folder_are_counted(root, capfd):
     assert not {*contents(without.train)} & {*contents(without.val)}
 
 
+def test_copies_in_another_class_are_counted(root, capfd):
+    """Two of each image, and a third of one; copies within a class are right."""
+    train = root / "train"
+    for number, name in ((0, "a"), (1, "b"), (1, "c")):
+        shutil.copy(train / "cat" / f"{number}.bmp", train / "dog" / f"{name}.bmp")
+    shutil.copy(train / "cat" / "5.bmp", train / "cat" / "copy.bmp")
+    load(root)
+    assert "5 of 24 training images have copies in another class" in capfd.readouterr().err
+
+
 def test_folders_in_a_class_belong_to_it_and_a_folder_linked_twice_counts_once(root):
     cat = root / "train" / "cat"
     (cat / "deep" / "deeper").mkdir(parents=True)
@@ -348,6 +359,13 @@ def only(folder, name):
     (folder / name).touch()
 
 
+def spelled_in_two_ways(root):
+    """As Macs and others write one name."""
+    for split, form in (("train", "NFC"), ("val", "NFD")):
+        folder = root / split
+        (folder / "cat").rename(folder / unicodedata.normalize(form, "café"))
+
+
 FOLDERS = {
     "/val holds no class folder": lambda root: empty(root / "val"),
     "are both named as val/ may be: rename one": lambda root: shutil.copytree(
@@ -362,7 +380,11 @@ FOLDERS = {
     "/val has the class 'fox', which": lambda root: shutil.copytree(
         root / "val" / "dog", root / "val" / "fox"
     ),
-    "class by class: The least populated class": lambda root: remove(
+    "/val has the class 'cafe\\u0301', which {root}/train spells 'caf\\xe9'": spelled_in_two_ways,
+    "the classes 'cat' and 'cat ' look alike: rename one": lambda root: shutil.copytree(
+        root / "train" / "dog", root / "train" / "cat "
+    ),
+    "1 of 2 classes have one image alone, such as 'cat'": lambda root: remove(
         root / "val", *(root / "train" / "cat").glob("[1-9].bmp")
     ),
     "if the images of a run have moved, repeat its command (run, phase-a or train)": lambda root: (
@@ -374,7 +396,7 @@ FOLDERS = {
 @pytest.mark.parametrize("message", FOLDERS)
 def test_a_folder_that_cannot_be_meant_is_refused(root, message):
     FOLDERS[message](root)
-    assert message in refused(root)
+    assert message.format(root=root) in refused(root)
 
 
 # pixels

@@ -13,6 +13,7 @@ import torch
 from timm.data import create_dataset
 
 from arguments import sets
+from gaupipe.data.folder import place_of, whole_place
 from gaupipe.data.splits import load_data
 from gaupipe.data.tar import find_archives, images_in
 from gaupipe.settings import DataSettings
@@ -192,6 +193,13 @@ def arrow(folder, path):
 def test_a_saved_table_is_as_the_folder(folder, tmp_path):
     arrow(folder, tmp_path / "saved")
     assert same(load(tmp_path, "hfds/saved"), load(folder))
+
+
+def test_a_table_anywhere_is_found_with_one_slash_and_with_two(tmp_path):
+    """pathlib, which parses the option, makes one of them."""
+    for name in (f"hfds/{tmp_path}", f"hfds{tmp_path}"):
+        assert place_of(name) == {"name": f"hfds/{tmp_path.name}", "root": str(tmp_path.parent)}
+        assert whole_place(name) == f"hfds/{tmp_path}"
 
 
 def test_an_imagefolder_and_parquet_are_as_the_folder(folder, tmp_path):
@@ -376,6 +384,10 @@ def gzipped(folder, tmp_path):
     return tmp_path / "x.tar"
 
 
+def zipped(folder, tmp_path):
+    return shutil.make_archive(str(tmp_path / "x"), "zip", folder)
+
+
 def without_labels(folder, tmp_path):
     (tmp_path / "mine").mkdir()
     rows(folder / "train").remove_columns("label").to_parquet(tmp_path / "mine" / "train.parquet")
@@ -481,6 +493,7 @@ def half_labelled(folder, tmp_path):
 BAD = {
     "x.tar: is no whole, uncompressed .tar (": lambda folder, tmp: cut(folder, tmp, 3000),
     "x.tar: is no whole, uncompressed .tar (invalid": gzipped,
+    "x.zip: is no whole, uncompressed .tar (invalid header); unpack it, and name": zipped,
     "images have the name cat/0.png; leave one": twice,
     "hfds/mine: no labels in the columns image": without_labels,
     "hfds/mine/train: 1 of 24 images have no label in the column 'label' (none, or -1), such as "

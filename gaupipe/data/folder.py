@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ def place_of(data: str) -> dict[str, str | None]:
     """``name`` and ``root`` of the settings ``data`` of images that one text names: a folder or an
     archive, or hfds/ and a folder or a name of the Hub."""
     name = data.removeprefix(HFDS)
+    if os.path.isdir(f"/{name}") and not os.path.isdir(name):
+        name = f"/{name}"  # hfds//data/mine, of which pathlib makes hfds/data/mine
     if os.path.exists(data) or not data.startswith((HFDS, *STREAMS)):
         return {"name": "folder", "root": os.path.abspath(data)}
     if not os.path.isdir(name):
@@ -60,7 +63,7 @@ def whole_place(data: str) -> str:
         return data
     if where["name"] == "folder":
         return root
-    return HFDS + os.path.abspath(data.removeprefix(HFDS))
+    return f"{HFDS}{root}/{str(where['name']).removeprefix(HFDS)}"
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,32 @@ def check_classes(
 ) -> None:
     """Raises UserError if images in a ``place`` have a class that the ``training`` images lack."""
     unknown = sorted({*classes} - {*known})
-    if unknown:
-        raise UserError(f"{place} has the class {unknown[0]!r}, which {training} lacks")
+    if not unknown:
+        return
+    name = unknown[0]
+    for other in known:
+        if spelling(name) == spelling(other):
+            raise UserError(
+                f"{place} has the class {name!a}, which {training} spells {other!a}: rename one"
+            )
+    raise UserError(f"{place} has the class {name!r}, which {training} lacks")
+
+
+def spelling(name: str) -> str:
+    """What a reader sees of a name: accents in one form, without spaces around it."""
+    return unicodedata.normalize("NFC", name).strip()
+
+
+def check_spelling(classes: Iterable[str], title: str) -> None:
+    """Raises UserError for two classes of a data set whose names look alike."""
+    seen: dict[str, str] = {}
+    for name in classes:
+        other = seen.setdefault(spelling(name), name)
+        if other != name:
+            raise UserError(
+                f"data set {title}: the classes {other!a} and {name!a} look alike: rename one, or "
+                "put their images together"
+            )
 
 
 def find_classes(folder: Path) -> dict[str, list[str]]:

@@ -70,6 +70,12 @@ def content_digests(images: FileImages) -> list[str]:
     return [digests[name] for name in images.names]
 
 
+def are_among(contents: np.ndarray, others: Iterable[np.ndarray]) -> np.ndarray:
+    """[N] bool: which of the digests ``contents``, uint8 [N, 32], are among those of ``others``."""
+    known = {content.tobytes() for each in others for content in each}
+    return np.array([content.tobytes() in known for content in contents], dtype=bool)
+
+
 def say_lines(lines: Iterable[str]) -> None:
     """Prints lines on stderr, in the first process alone."""
     if multiprocessing.parent_process() is None:

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data.images import UNLABELLED, FileImages, Source
+from gaupipe.data.folder import check_spelling
+from gaupipe.data.images import UNLABELLED, FileImages, Source, are_among
 from gaupipe.data.sources import open_sources
 from gaupipe.data.unlabelled import JoinedImages, open_unlabelled, without_copies
 from gaupipe.settings import DataSettings
@@ -46,6 +47,13 @@ class Split:
     def labels(self) -> np.ndarray:
         """Labels [N] int64 in the order of the image ids."""
         return self.source.labels[self.positions]
+
+    @property
+    def contents(self) -> np.ndarray:
+        """The digest of each image's file, uint8 [N, 32]; [0, 32] where they are in no files."""
+        if not isinstance(self.source, FileImages):
+            return np.empty((0, 32), np.uint8)
+        return self.source.contents[self.positions]
 
     @cached_property
     def labelled(self) -> int:
@@ -276,6 +284,7 @@ def load_data(
             f"data set {settings.title}: the training images are all of the class {name!r}; "
             "two or more are needed (in a folder each, if they are files)"
         )
+    check_spelling(train.class_names, settings.title)
     num_classes = max(int(labels.max()) + 1, len(train.class_names))
     if train.class_names and len(train.class_names) < num_classes:
         raise UserError(
@@ -329,6 +338,7 @@ def load_data(
         interpolation=settings.interpolation,
         sha256=_digest(split),
     )
+    say_contradictions(data.name, data.train)
     say_copies(data.name, "validation", data.val, data.train)
     if test is not None:
         data.test = Split(test, np.arange(len(test)))
@@ -345,20 +355,28 @@ def load_data(
     return data
 
 
-def copies_in(split: Split, others: Split) -> np.ndarray:
-    """[N] bool: which images of a split are byte for byte among those of another. Images that are
-    in no files are no copies."""
-    source = split.source
-    if not (isinstance(source, FileImages) and isinstance(others.source, FileImages)):
-        return np.zeros(len(split), dtype=bool)
-    known = {content.tobytes() for content in others.source.contents[others.positions]}
-    contents = source.contents[split.positions]
-    return np.array([content.tobytes() in known for content in contents], dtype=bool)
+def copies_in(split: Split, others: Sequence[Split]) -> np.ndarray:
+    """The ids of the images of a split that are byte for byte among those of ``others``."""
+    return np.flatnonzero(are_among(split.contents, [other.contents for other in others]))
+
+
+def say_contradictions(name: str, split: Split) -> None:
+    """Says how many images of a split are in several classes."""
+    if not len(split.contents):
+        return
+    _, which = np.unique(split.contents, axis=0, return_inverse=True)
+    pairs = np.unique(np.stack([which.reshape(-1), split.labels]), axis=1)  # [2, image and class]
+    count = int((np.bincount(pairs[0]) > 1)[which].sum())
+    if count:
+        warn_once(
+            f"data set {name}: {count} of {len(split)} training images have copies in another "
+            "class, so that at most one of their labels is right: leave them in one class"
+        )
 
 
 def say_copies(name: str, what: str, split: Split, train: Split) -> None:
     """Says how many images of a split, which are ``what``, are training images too."""
-    count = int(copies_in(split, train).sum())
+    count = len(copies_in(split, [train]))
     if count:
         warn_once(
             f"data set {name}: {count} of {len(split)} {what} images are copies of training "
@@ -370,10 +388,8 @@ def say_copies(name: str, what: str, split: Split, train: Split) -> None:
 def _without_copies(train: Split, held_out: Sequence[Split]) -> np.ndarray:
     """The positions of the training images of which ``held_out`` has no copy. Raises UserError
     where a class has none of them."""
-    is_copy = np.zeros(len(train), dtype=bool)
-    for split in held_out:
-        is_copy |= copies_in(train, split)
-    kept = train.positions[~is_copy]
+    copies = copies_in(train, held_out)
+    kept = np.delete(train.positions, copies)
     lost = sorted({*train.labels.tolist()} - {*train.source.labels[kept].tolist()})
     if lost:
         names = train.source.class_names
@@ -381,10 +397,10 @@ def _without_copies(train: Split, held_out: Sequence[Split]) -> np.ndarray:
             "data.leave_out_copies: all training images of the class "
             f"{names[lost[0]] if names else lost[0]} are copies of validation or test images"
         )
-    if is_copy.any():
+    if len(copies):
         warn_once(
             "data.leave_out_copies: left out training images that are copies of validation or "
-            f"test images: {is_copy.sum()} of {len(train)}"
+            f"test images: {len(copies)} of {len(train)}"
         )
     return kept
 
@@ -426,6 +442,14 @@ def _stratified(
     from sklearn.model_selection import train_test_split
 
     labels = source.labels[positions]
+    classes, counts = np.unique(labels, return_counts=True)
+    if counts.min() == 1:
+        single = int(classes[counts.argmin()])
+        name = source.class_names[single] if source.class_names else single
+        raise UserError(
+            f"{setting}: {(counts == 1).sum()} of {len(counts)} classes have one image alone, such "
+            f"as {str(name)!r}: a class that is to be split should have two"
+        )
     try:
         rest, taken = train_test_split(positions, test_size=share, stratify=labels, random_state=0)
     except ValueError as error:

@@ -335,7 +335,10 @@ def _is_hidden(name: str) -> bool:
 
 
 def _not_whole(archive: Path, reason: str) -> UserError:
-    return UserError(f"{archive}: is no whole, uncompressed .tar ({reason}); fetch it again")
+    remedy = "fetch it again"
+    if archive.suffix != ".tar":
+        remedy = "unpack it, and name the folder"
+    return UserError(f"{archive}: is no whole, uncompressed .tar ({reason}); {remedy}")
 
 
 def _key(name: str) -> str:

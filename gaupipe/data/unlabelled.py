@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gaupipe.data.folder import find_splits, images_below, place_of, say_left_out
 from gaupipe.data.hfds import rows_without_labels
-from gaupipe.data.images import UNLABELLED, FileImages, Source, as_asked, stamp_of
+from gaupipe.data.images import UNLABELLED, FileImages, Source, are_among, as_asked, stamp_of
 from gaupipe.data.packed import PackedImages
 from gaupipe.data.tar import Archive, find_archives, images_without_labels
 from gaupipe.settings import DataSettings
@@ -101,8 +101,7 @@ def _archived(place: Path, paths: Sequence[Path], settings: DataSettings) -> Fil
 def without_copies(images: FileImages, others: Iterable[FileImages]) -> FileImages:
     """The images but for byte-identical copies of the images of ``others``, after a line on stderr
     about these. Raises UserError where none is left."""
-    known = {content.tobytes() for source in others for content in source.contents}
-    is_copy = np.array([content.tobytes() in known for content in images.contents])
+    is_copy = are_among(images.contents, [other.contents for other in others])
     count = int(is_copy.sum())
     if count == len(images):
         raise UserError(
