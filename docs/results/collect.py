@@ -30,19 +30,10 @@ training, its ``curve``, reaches that of the baseline's last five, its teacher's
     <!-- passages hundred.json baseline=labels -->
     <!-- /passages -->
 
-A table of fronts has the rows that no cheaper row reaches in test accuracy, once with the seconds
-of a teacher and its export and once without, of the trainings that recorded both:
-
-    <!-- fronts given-teacher.json data=cifar10 images=3000 seeds=2 -->
-    <!-- /fronts -->
-
-A table of ratios has what benchmarks measured, each in one run or two, and one of inference the
-entries of ``benchmarks/inference.py``:
+A table of ratios has what benchmarks measured, each in one run or two:
 
     <!-- ratios benchmarks.json set=None -->
     <!-- /ratios -->
-    <!-- inference inference.json -->
-    <!-- /inference -->
 
 A table of losses is of the trainings of ``examples/language_model.py``, whose ``val`` is no
 accuracy, and is subtracted from that of standard attention:
@@ -81,7 +72,7 @@ from stages.compare.measures import (
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
 TABLE = re.compile(
-    r"(<!-- (?P<kind>table|pairs|passages|fronts|ratios|inference|losses)"
+    r"(<!-- (?P<kind>table|pairs|passages|ratios|losses)"
     r" (?P<file>\S+)(?P<words>.*?) -->\n)"
     r".*?(<!-- /(?P=kind) -->)",
     re.DOTALL,
@@ -166,19 +157,9 @@ def ratio(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
-def table_of_inference(entries: list[dict[str, Any]]) -> str:
-    """Markdown table of the size and the speed of ViTs."""
-    lines = ["| ViT | parameters | images per second | kB as ONNX |", "|---" * 4 + "|"]
-    for entry in entries:
-        speed = f"{entry['images_per_second']:,.0f}"
-        cells = [entry["title"], f"{entry['parameters']:,}", speed, f"{entry['onnx_kb']:,}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def table_of_losses(trainings: list[Training]) -> str:
     """Markdown table of language models, an attention each. The difference is to standard attention
-    with the same seed; Holm's correction is for all rows of the table."""
+    with the same seed, the time of a step a ratio to its; Holm's correction is for all rows."""
     attentions = by_row_and_seed(trainings)
     standard = attentions["standard"]
     verdicts = differences(
@@ -189,22 +170,17 @@ def table_of_losses(trainings: list[Training]) -> str:
         }
     )
     lines = [
-        "| attention | parameters | training loss | validation loss | difference "
-        "| 95 % interval | Holm's p | step, ms | ratio | memory, MB |",
-        "|---" * 10 + "|",
+        "| attention | validation loss | difference | 95 % interval | Holm's p | time of a step |",
+        "|---" * 6 + "|",
     ]
     for name, by_seed in attentions.items():
         runs = [*by_seed.values()]
-        milliseconds = mean_milliseconds(runs)
+        ratio_of_steps = mean_step_seconds(runs) / mean_step_seconds([*standard.values()])
         cells = [
             name,
-            f"{runs[0]['parameters']:,}",
-            mean_and_std([run["train"] for run in runs], 3),
             mean_and_std([run["val"] for run in runs], 3),
             *difference_cells(verdicts.get(name), 3),
-            f"{milliseconds:.1f}",
-            f"{milliseconds / mean_milliseconds([*standard.values()]):.2f}",
-            f"{runs[0]['step_bytes'] / 1e6:.1f}",
+            f"{ratio_of_steps:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -222,8 +198,8 @@ def by_row_and_seed(trainings: list[Training]) -> dict[str, dict[int, Training]]
     return rows
 
 
-def mean_milliseconds(runs: list[Training]) -> float:
-    return 1000 * statistics.fmean(run["step_seconds"] for run in runs)
+def mean_step_seconds(runs: list[Training]) -> float:
+    return statistics.fmean(run["step_seconds"] for run in runs)
 
 
 def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> str:
@@ -293,48 +269,6 @@ def table_of_passages(trainings: list[Training], baseline: str) -> str:
         cells.append(whole.saved.verdict if whole.saved else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def table_of_fronts(trainings: list[Training], least_seeds: int = 1) -> str:
-    """Markdown table of the rows that are on one of two fronts, where no row has a higher mean test
-    accuracy for as few core seconds: one counts the teacher's seconds, the other the student's
-    alone. A cell is empty where the row is not on that front."""
-    groups: dict[str, list[Training]] = {}
-    for training in trainings:
-        if "teacher_seconds" in training and "test" in training:
-            groups.setdefault(training["name"], []).append(training)
-    groups = {name: runs for name, runs in groups.items() if len(runs) >= least_seeds}
-    tests = {name: statistics.fmean(percents(runs, "test")) for name, runs in groups.items()}
-    costs = {}
-    student_costs = {}
-    for name, runs in groups.items():
-        costs[name] = statistics.fmean(run["core_seconds"] for run in runs)
-        teacher = statistics.fmean(run["teacher_seconds"] for run in runs)
-        student_costs[name] = costs[name] - teacher
-
-    with_teacher = undominated(tests, costs)
-    without = undominated(tests, student_costs)
-    lines = [
-        "| row | test | core seconds with the teacher's | without |",
-        "|---" * 4 + "|",
-    ]
-    for name in sorted(with_teacher | without, key=tests.__getitem__):
-        cells = [name, f"{tests[name]:.1f}"]
-        cells.append(f"{costs[name]:,.0f}" if name in with_teacher else "")
-        cells.append(f"{student_costs[name]:,.0f}" if name in without else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def undominated(accuracies: dict[str, float], costs: dict[str, float]) -> set[str]:
-    """The names that no other one equals or exceeds in accuracy for less cost."""
-    best = -1.0
-    names = set()
-    for name in sorted(costs, key=lambda name: (costs[name], -accuracies[name])):
-        if accuracies[name] > best:
-            best = accuracies[name]
-            names.add(name)
-    return names
 
 
 def epochs_cell(passages: Passages) -> str:
@@ -429,9 +363,7 @@ DRAWERS: dict[str, Callable[..., str]] = {
     "table": table,
     "pairs": table_of_pairs,
     "passages": table_of_passages,
-    "fronts": table_of_fronts,
     "ratios": table_of_ratios,
-    "inference": table_of_inference,
     "losses": table_of_losses,
 }
 
