@@ -31,7 +31,7 @@ from torch.multiprocessing import spawn
 
 from gaupipe.data.batches import Batch
 from gaupipe.distillation.export import make_schema, outputs
-from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.store_choice import choose_store
 from gaupipe.settings.load import load
 from gaupipe.system import distributed
 from gaupipe.teachers.gaussian import GaussianTeacher, TeacherLoss
@@ -148,7 +148,7 @@ def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int)
 def exporting(job: GaussianTeacher, size: int) -> Ways:
     """The export of a batch in one process, and of half of it in each of two."""
     job.network.eval()
-    schema = make_schema(job, chosen(job), sha256="0" * 64)
+    schema = make_schema(job, choose_store(job), sha256="0" * 64)
     batches = job.batches(job.data.train, size)
 
     def export(count: int) -> None:

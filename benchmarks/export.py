@@ -25,7 +25,7 @@ import store
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.export import decoder, make_schema
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.store_choice import choose_store
 from gaupipe.models import save_student
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
@@ -58,7 +58,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
         forward_cpu = time.process_time() - cpu_started
         writer = store.create(
             folder / "maps.zarr",
-            make_schema(job, chosen(job, given={"kind": arguments.kind})),
+            make_schema(job, choose_store(job, given={"kind": arguments.kind})),
             overwrite=True,
             decoder=decoder(job, arguments.kind),
             shard_bytes=int(arguments.shard_mb * 1e6),

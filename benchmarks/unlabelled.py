@@ -40,7 +40,7 @@ from gaupipe.distillation.losses import FeatureLoss, TeacherMaps
 from gaupipe.maps.gaussians import Geometry
 from gaupipe.maps.stored import StoredRows
 from gaupipe.settings import OptimSettings
-from gaupipe.teachers.probe import FOLDS, Probe, fitted, stratified
+from gaupipe.teachers.probe import FOLDS, Probe, fit, stratified
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import packed
 
@@ -267,7 +267,7 @@ class Cache:
     @cached_property
     def probe(self) -> Probe:
         """On the features of the labelled images."""
-        return fitted(
+        return fit(
             self.features("labelled"),
             self.images["labels"][: self.labels_kept],
             self.features("validation"),

@@ -31,8 +31,8 @@ from gaupipe.attention import comparing
 from gaupipe.data.decoding import is_image, read_rgb, refusing
 from gaupipe.models import STUDENT_FILES, convert
 from gaupipe.system.errors import UserError
-from gaupipe.vit.build import created
-from gaupipe.vit.pretrained import pretrained
+from gaupipe.vit.build import create_model
+from gaupipe.vit.pretrained import load_pretrained
 from gaupipe.vit.saving import load_folder
 
 OPTIONS = {"belief2": {"zz": False}}  # as the Belief2 paper advises for trained weights
@@ -211,9 +211,9 @@ def load_encoder(args):
         right = "a timm name with weights or the folder of a student"
         try:
             if args.pretrained or args.download:
-                model = pretrained(args.model, given, args.download, right)
+                model = load_pretrained(args.model, given, args.download, right)
             else:
-                model = created(args.model, given)
+                model = create_model(args.model, given)
         except UserError as error:
             raise UserError(f"--model: {error}") from None
     convert(model, "standard")  # which refuses what is not a ViT

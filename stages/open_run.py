@@ -63,7 +63,7 @@ class Run:
         ids in a split; with ``view`` in that view, counted from 0, of a store of views. Raises
         UserError for ids and views that there are not."""
         images_of_split = self.data.split(split)
-        image_ids = checked(ids, len(images_of_split), f"{split} images in {self.directory.path}")
+        image_ids = check_ids(ids, len(images_of_split), f"{split} images in {self.directory.path}")
         images = Batches(images_of_split, self.data, torch.device("cpu"), len(image_ids))
         if view is None:
             return next(images.in_order(image_ids)).images
@@ -89,7 +89,7 @@ class Run:
             student = untrained_student(self.settings, self.data)
             maps = outline(self.settings, self.data).constant_maps(student)
             assert maps is not None
-            image_ids = checked(ids, len(self.data.train), f"images in {self.directory.path}")
+            image_ids = check_ids(ids, len(self.data.train), f"images in {self.directory.path}")
             return [
                 maps.map(layer).expand(len(image_ids), -1, -1, -1) for layer in range(maps.layers)
             ]
@@ -102,7 +102,7 @@ class Run:
         if view is not None:
             self._check_view(view)
         images = schema.num_images // schema.views
-        image_ids = checked(ids, images, f"images in {self.store.url}")
+        image_ids = check_ids(ids, images, f"images in {self.store.url}")
         stored = self.store.gather(image_ids * schema.views + (view or 0))
         attention = MAP_KINDS[schema.kind].reader(self.store, torch.device("cpu"))(stored)
         return [attention.map(layer) for layer in range(schema.maps.layers)]
@@ -115,7 +115,7 @@ class Run:
             raise UserError(
                 f"{self.store.url}: view={view}: holds maps of the images themselves, not of views"
             )
-        checked([view], schema.views, f"views in {self.store.url}")
+        check_ids([view], schema.views, f"views in {self.store.url}")
         return drawing
 
     def student(self, name: str | None = None, plain: bool = False) -> VisionTransformer:
@@ -135,7 +135,7 @@ class Run:
         return read_metrics(folder / "metrics.jsonl")
 
 
-def checked(ids: Iterable[int], count: int, what: str) -> np.ndarray:
+def check_ids(ids: Iterable[int], count: int, what: str) -> np.ndarray:
     """Ids as int64 [B]. Raises UserError, naming ``what`` they are ids of, unless they are whole
     numbers from 0 to ``count`` - 1."""
     if not hasattr(ids, "__array__"):

@@ -13,7 +13,7 @@ from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.teachers.base import outline
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import opened_teacher, read_data
+from stages.runs.opening import open_teacher, read_data
 from stages.runs.resources import check_resources, make_plan
 from stages.runs.trained import check_unchanged
 
@@ -41,7 +41,7 @@ def run(
     """
     run = RunDirectory(run_dir)
     with distributed.rank_zero_first():
-        settings = run.settled(settings)
+        settings = run.settle(settings)
         run.check_free(settings, resume)
         data = read_data(settings, run, data, unlabelled=True)
         if data.unlabelled is not None:
@@ -59,7 +59,7 @@ def run(
     if given and run.teacher_digest() is not None:
         check_unchanged(teacher, run)
     state = teacher.training_state()
-    with opened_teacher(run, settings, data, resume, state) as finished:
+    with open_teacher(run, settings, data, resume, state) as finished:
         teacher.train(state, run.phase_a, finished)
         if not finished:
             sha256 = teacher.sha256  # of the images of all ranks

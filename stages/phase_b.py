@@ -9,8 +9,7 @@ from typing import Any
 
 import store
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.job import PRELOAD_BYTES, build_without_store
-from gaupipe.distillation.job import build as build_distilled
+from gaupipe.distillation.job import PRELOAD_BYTES, build_distilled, build_without_store
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
@@ -18,12 +17,11 @@ from gaupipe.system.device import select_device
 from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.base import outline
-from gaupipe.training.job import Training, train
-from gaupipe.training.job import build as build_plain
+from gaupipe.training.job import Training, build_plain, train
 from gaupipe.training.student import build_student
 from stages.runs import kept_epochs, ranks, students
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import opened, read_data
+from stages.runs.opening import open_student, read_data
 from stages.runs.students import StudentRequest
 from stages.runs.trained import load_teacher
 
@@ -44,12 +42,12 @@ def run_request(request: StudentRequest, data: ImageData | None = None) -> list[
     with distributed.rank_zero_first():  # whatever can be refused is, before there are files
         data = read_data(settings, request.run, data, unlabelled=teacher is not None)
         afresh = request.starts_afresh()
-        job = build(settings, data, teacher, request.maps_url, afresh)
+        job = build_training(settings, data, teacher, request.maps_url, afresh)
         if teacher is not None and afresh:
-            job = warm_started(job, teacher)
+            job = warm_start(job, teacher)
     ranks.check_same(job.settings, data, {"run": request.folder})
 
-    with opened(request, job) as state:
+    with open_student(request, job) as state:
         train(job, state, request.folder, request.label)
         if distributed.is_main():
             kept_epochs.save(job, state, request.folder, request.label)
@@ -69,7 +67,7 @@ def train_student(
     return run_request(StudentRequest(settings, folder, teacher=teacher, maps_url=maps_url))
 
 
-def build(
+def build_training(
     settings: Settings,
     data: ImageData,
     teacher: RunDirectory | None,
@@ -103,7 +101,7 @@ def build(
     return build_distilled(settings, data, device, student, maps, unlabelled)
 
 
-def warm_started(job: Training, directory: RunDirectory) -> Training:
+def warm_start(job: Training, directory: RunDirectory) -> Training:
     """A training whose student begins with weights of the run's teacher, where the settings ask for
     a warm start."""
     settings = job.settings

@@ -18,7 +18,7 @@ from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.job import PRELOAD_BYTES, gammas
-from gaupipe.distillation.store_choice import chosen, planned_export
+from gaupipe.distillation.store_choice import choose_store, plan_export
 from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.settings.sections import LOCAL
@@ -27,9 +27,9 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.system.progress import duration
 from gaupipe.teachers.base import outline
-from gaupipe.teachers.files import initialised, teacher_of_files
-from gaupipe.training.settled import settled
-from gaupipe.training.student import checked_student
+from gaupipe.teachers.files import initialise, teacher_of_files
+from gaupipe.training.settle import settle
+from gaupipe.training.student import outline_student
 from gaupipe.vit.pretrained import load_model
 from stages.runs.resources import (
     SMALLER,
@@ -114,14 +114,14 @@ def run(
 
     Raises UserError for settings that cannot be run.
     """
-    settings = settled(settings)
+    settings = settle(settings)
     data = data_of(settings, images, classes, unlabelled=not plain)
     images = images or len(data.train)
     stages: dict[str, Stage] = {}
     per_image_parameters = None
     if not plain:
         stages, per_image_parameters = plan_phases(settings, data, images, world_size)
-    built = checked_student(settings, data, settings.train)
+    built = outline_student(settings, data, settings.train)
     stages["plain"] = plan_student(settings, built, data, "plain", settings.train, world_size)
     unlabelled = 0 if data.unlabelled is None else len(data.unlabelled)
     for name, stage in stages.items():
@@ -161,12 +161,12 @@ def run_export(model: str, images: int) -> Plan:
     with the seconds that it takes on this machine. Of a timm name no weights are needed. Raises
     UserError for a model whose attention cannot be seen."""
     here = Path(model.removeprefix(LOCAL)).expanduser().is_dir()
-    vit = load_model(model) if here else initialised(model, download=False)
+    vit = load_model(model) if here else initialise(model, download=False)
     files = [Path("image")]  # which is not read
     looked_at = teacher_of_files(vit, model, files, files, named=False)
     device = select_device("auto")
     teacher = replace(looked_at, device=device, network=looked_at.network.to(device))
-    export = chosen(teacher)
+    export = choose_store(teacher)
     schema = replace(planned_schema(teacher, export, images), labelled=False, name_bytes=None)
     stored, file_count = store_size(teacher, schema)
     stage: Stage = {
@@ -206,13 +206,13 @@ def plan_phases(
     if data.unlabelled is not None:
         check_unlabelled(settings)
     train = settings.student_training
-    built = checked_student(settings, data, train)
+    built = outline_student(settings, data, train)
     student = plan_student(settings, built, data, "distilled", train, world_size)
     teacher = outline(settings, data)
     check_student(teacher)
     if not teacher.kind.stored:
         return {"phase_b": student}, 0
-    export = planned_export(teacher)
+    export = plan_export(teacher)
     needs = make_plan(teacher, images, world_size)
     others = data.unlabelled
     schemas = {"export": planned_schema(teacher, export, images)}

@@ -18,7 +18,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, total_seconds
 from gaupipe.training.scores import percent
-from gaupipe.training.student import checked_student
+from gaupipe.training.student import outline_student
 from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
@@ -56,10 +56,10 @@ def run(
         students[False] = "plain"
 
     with distributed.rank_zero_first():
-        images = run_directory.settled(settings).data
+        images = run_directory.settle(settings).data
         data = load_data(images, settings.download, unlabelled=True)
         if False in students:
-            checked_student(settings, data, settings.train)
+            outline_student(settings, data, settings.train)
         for distilled in (True, False):
             # a damaged student is refused before anything runs
             if run_directory.student(attention, distilled).exists():

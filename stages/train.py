@@ -8,10 +8,10 @@ from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.training.job import build, train
+from gaupipe.training.job import build_plain, train
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import opened, read_data
+from stages.runs.opening import open_student, read_data
 from stages.runs.students import StudentRequest
 
 ELSEWHERE = "another --run-dir starts afresh"
@@ -38,10 +38,10 @@ def run(
     request = resolve(settings, RunDirectory(run_dir), resume)
     with distributed.rank_zero_first():  # whatever can be refused is, before there are files
         data = read_data(request.settings, request.run, data)
-        job = build(request.settings, data, request.starts_afresh())
+        job = build_plain(request.settings, data, request.starts_afresh())
     ranks.check_same(job.settings, data, {"run": request.folder})
 
-    with opened(request, job) as state:
+    with open_student(request, job) as state:
         train(job, state, request.folder, request.label)
         if distributed.is_main():
             kept_epochs.save(job, state, request.folder, request.label)
@@ -51,7 +51,7 @@ def run(
 def resolve(settings: Settings, directory: RunDirectory, resume: bool) -> StudentRequest:
     """The request for a student in a run that may not have begun. Raises UserError for one that
     the run directory does not allow."""
-    settings = directory.settled(settings)
+    settings = directory.settle(settings)
     before = directory.settings() if directory.config.is_file() else settings
     # another epoch to keep does not make another run
     asked = settings.with_section("train", keep=before.train.keep)

@@ -22,7 +22,7 @@ from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
 from gaupipe.teachers.probe import check_probe, features_of, stratified
 from gaupipe.training.scores import percent
-from gaupipe.training.settled import settled
+from gaupipe.training.settle import settle
 from stages.runs.timing import student_seconds
 
 MOST_IMAGES = 200
@@ -59,8 +59,8 @@ def run(small: Settings, tuned: Settings) -> Way:
     """Compares on the same images a training from random weights, with the settings ``small``, and
     one from trained weights, with the settings ``tuned``. Writes nothing. Raises UserError for
     weights that are not there, and for too few images."""
-    small = settled(small)
-    tuned = settled(tuned)
+    small = settle(small)
+    tuned = settle(tuned)
     data = load_data(small.data)
     check_probe(data)
     order = np.random.default_rng(small.seed).permutation(len(data.train))

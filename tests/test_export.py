@@ -19,7 +19,7 @@ from exports import SHARD_MB, exported, train, write_store
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.export import lost
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.store_choice import choose_store
 from gaupipe.settings.load import load
 from gaupipe.teachers.base import outline
 from killing import KILLED, InWrite, exit_code
@@ -278,7 +278,7 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
 )
 def test_the_usual_kind_is_the_smallest_that_loses_nothing(changes, kind):
     settings = load("digits_expected", changes)
-    assert chosen(outline(settings, load_data(settings.data))).kind == kind
+    assert choose_store(outline(settings, load_data(settings.data))).kind == kind
 
 
 def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path, in_process):

@@ -78,7 +78,7 @@ def student_job(run, request):
     changes = [AUGMENT, "phase_b.alpha=0.5", f"model.attention={student}"]
     settings = load(str(teacher.config), changes)
     data = load_data(settings.data, False)
-    return phase_b.build(settings, data, teacher if stage == "phase-b" else None)
+    return phase_b.build_training(settings, data, teacher if stage == "phase-b" else None)
 
 
 CASES = [("train", "standard"), *(("phase-b", key) for key in STUDENTS)]

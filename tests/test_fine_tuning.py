@@ -331,7 +331,7 @@ def test_with_checkpointing_less_is_kept_for_the_same_gradients(folder):
     for checkpointing in (False, True):
         settings = settings_of(folder, "model.attention=belief2")
         data = load_data(settings.data)
-        job = training_job.build(settings, data)
+        job = training_job.build_plain(settings, data)
         job.student.set_grad_checkpointing(checkpointing)
         sizes = []
 

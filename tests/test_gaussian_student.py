@@ -110,7 +110,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     phase_a.run(load("digits_expected", [*TEACHER, *EXACT]), run_dir)
     write_store(run_dir)
     run, data = RunDirectory(run_dir), load_data(load("digits_expected").data)
-    job = phase_b.build(run.settings(), data, run)
+    job = phase_b.build_training(run.settings(), data, run)
     loaded = load_teacher(run, data)
     hand_over(job.student, loaded.weights())
     batch = next(loaded.batches(data.val).in_order())

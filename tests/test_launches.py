@@ -26,7 +26,7 @@ from gaupipe.teachers.base import MapShape, outline
 from gaupipe.teachers.gaussian import GaussianTeacher
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import Epoch
-from gaupipe.training.job import build, train, training_state
+from gaupipe.training.job import build_plain, train, training_state
 from stages.plan import random_data
 from stores import make_arrays, make_schema, write_store
 
@@ -142,20 +142,20 @@ def train_teacher(settings: Settings, data: ImageData, folder: Path) -> None:
 
 
 def train_plainly(settings: Settings, data: ImageData, folder: Path) -> None:
-    job = build(settings, data)
+    job = build_plain(settings, data)
     train(job, training_state(job), folder, "")
 
 
 def train_with_local_maps(settings: Settings, data: ImageData, folder: Path) -> None:
-    job = build(settings, data)
+    job = build_plain(settings, data)
     job = build_without_store(outline(settings, data), job.student)
     train(job, training_state(job), folder, "")
 
 
 def train_with_stored_maps(settings: Settings, data: ImageData, folder: Path) -> None:
-    job = build(settings, data)
+    job = build_plain(settings, data)
     maps = stored_maps(folder, settings.export, data, job.student)
-    job = distillation.build(settings, data, job.device, job.student, maps)
+    job = distillation.build_distilled(settings, data, job.device, job.student, maps)
     train(job, training_state(job), folder, "")
 
 

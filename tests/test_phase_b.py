@@ -297,7 +297,7 @@ def test_maps_are_read_in_the_epochs_that_compare_them(run_dir):
     settings = RunDirectory(run_dir).settings()
     phase = {"epochs": 3, "gamma": 0.3, "gamma_schedule": "stop_after", "gamma_epochs": 1}
     settings = settings.with_section("phase_b", **phase)
-    job = phase_b.build(settings, load_data(settings.data), RunDirectory(run_dir))
+    job = phase_b.build_training(settings, load_data(settings.data), RunDirectory(run_dir))
     for epoch, names in enumerate([{"gaussians"}, set(), set()]):
         (read,) = job.epochs[epoch].maps.prefetch([np.arange(5)])
         assert set(read) == names | {"logits"}

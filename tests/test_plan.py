@@ -17,7 +17,7 @@ import store
 from arguments import sets
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.export import decoder, make_schema
-from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.store_choice import choose_store
 from gaupipe.settings.load import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError, mistake_of
@@ -87,7 +87,7 @@ def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_sett
     changes = {"data": {"train_images": 50}, "export": {"kind": kind}}
     config = parse({**changes, "phase_a": phase_a_settings}, "test")
     job = GaussianTeacher.build(config, load_data(config.data), tmp_path)
-    schema = make_schema(job, chosen(job))
+    schema = make_schema(job, choose_store(job))
     store.create(str(tmp_path / "maps.zarr"), schema, decoder=decoder(job, kind))
     group = zarr.open_group(tmp_path / "maps.zarr", mode="r")
     names = ("gaussians", "maps", "embeddings", "logits", "labels")

@@ -9,7 +9,7 @@ import torch
 from arguments import sets
 from gaupipe.data.splits import Split
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.probe import check_probe, fitted, stratified
+from gaupipe.teachers.probe import check_probe, fit, stratified
 from gaupipe.vit.saving import save_student
 from pictures import photos
 from vits import small
@@ -23,7 +23,7 @@ def test_predictions_out_of_fold_never_saw_their_image():
     draw = np.random.default_rng(0)
     features = draw.normal(size=(200, 1200))
     labels = draw.permutation(np.arange(200) % CLASSES)
-    probe = fitted(features, labels, features, labels, CLASSES, seed=0)
+    probe = fit(features, labels, features, labels, CLASSES, seed=0)
     image_features, ids = torch.from_numpy(features).float(), torch.arange(200)
     assert (probe.logits(image_features).argmax(-1).numpy() == labels).mean() > 0.95
     out_of_fold = probe.logits_out_of_fold(image_features, ids).argmax(-1).numpy()
@@ -37,7 +37,7 @@ def test_classes_that_lie_apart_are_predicted_in_their_order(classes):
     draw = np.random.default_rng(0)
     labels = np.arange(60) % classes
     features = 10 * np.eye(classes)[labels] + draw.normal(size=(60, classes))
-    probe = fitted(features, labels, features, labels, classes, seed=0)
+    probe = fit(features, labels, features, labels, classes, seed=0)
     logits = probe.logits_out_of_fold(torch.from_numpy(features), torch.arange(60))
     assert logits.shape == (60, classes) and logits.argmax(-1).tolist() == labels.tolist()
     assert probe.accuracy == 1
@@ -49,7 +49,7 @@ def test_a_feature_that_is_constant_but_for_rounding_gets_no_weight():
     features = 10 * np.eye(2)[labels] + draw.normal(size=(60, 2))
     rounded = 1e3 + np.spacing(np.float32(1e3)) * draw.integers(-1, 2, size=(60, 1))
     features = np.concatenate([features, rounded], axis=1)
-    probe = fitted(features, labels, features, labels, 2, seed=0)
+    probe = fit(features, labels, features, labels, 2, seed=0)
     assert probe.weights[..., 2].abs().max() < 1e-3
     assert probe.accuracy == 1
 

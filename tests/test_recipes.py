@@ -18,7 +18,7 @@ from gaupipe.training.student import untrained_student
 from gaupipe.training.update import Update
 from stages import phase_b
 from stages.compare.rows import Row, default_rows, resolve, sweep_rows
-from stages.compare.run import checked
+from stages.compare.run import check_row
 from stages.compare.trainings import digest
 from stages.plan import random_data
 
@@ -44,7 +44,7 @@ def test_a_step_of_every_shipped_configuration(name):
     """Trained on the labels alone, on two images."""
     settings = load(name, ["data.batch_size=2", "threads=1", "precision=float32"])
     data = data_of(name, settings)
-    job = phase_b.build(resolve(Row(name="", plain=True), settings), data, None)
+    job = phase_b.build_training(resolve(Row(name="", plain=True), settings), data, None)
     student, losses = job.student, job.losses.train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
     update = Update(training_state(job), 2)
@@ -131,4 +131,4 @@ def test_every_shipped_sweep_can_be_run_and_is_as_many_runs_as_cells(sweep):
     runs = {digest(settings, row.plain) for row, settings in rows}
     assert rows[0][0].name == "plain ViT" and (len(runs) == len(rows) or sweep not in PLAIN)
     for row, settings in rows:
-        checked(row, settings, data)
+        check_row(row, settings, data)

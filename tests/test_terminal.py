@@ -12,7 +12,7 @@ from rich.console import Console
 from gaupipe.system import distributed, progress
 from gaupipe.system.messages import LOG, shared_console
 from gaupipe.system.progress import EpochProgress
-from gaupipe.system.terminal import aligned, fitted
+from gaupipe.system.terminal import aligned, wrap
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "gaupipe phase-b --run-dir runs/a-folder --name another-student --no-distill"
@@ -27,7 +27,7 @@ def test_words_paths_and_commands_are_not_broken(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     path = "/a/path/" + "of-words-with-hyphens/" * 5
     words = f"gaupipe: {path} is not there, and what trains a student is '{COMMAND}' here"
-    lines = fitted(words, Terminal()).splitlines()
+    lines = wrap(words, Terminal()).splitlines()
     assert len(lines) > 2 and " ".join(map(str.strip, lines)) == words
     assert any(path in line for line in lines) and any(COMMAND in line for line in lines)
     assert all(len(line) <= 80 or path in line for line in lines)
@@ -35,10 +35,10 @@ def test_words_paths_and_commands_are_not_broken(monkeypatch):
 
 def test_the_command_that_follows_can_be_copied(monkeypatch):
     words = [*shlex.split(COMMAND), "--maps", "a folder/maps.zarr"]
-    said = fitted("gaupipe: next:", io.StringIO(), words)
+    said = wrap("gaupipe: next:", io.StringIO(), words)
     assert said == f"gaupipe: next: {COMMAND} --maps 'a folder/maps.zarr'"
     monkeypatch.setenv("COLUMNS", "60")
-    first, *typed = fitted("gaupipe: next:", Terminal(), words).splitlines()
+    first, *typed = wrap("gaupipe: next:", Terminal(), words).splitlines()
     assert first == "gaupipe: next:" and len(typed) == 3 and max(map(len, typed)) <= 60
     shell = ["sh", "-c", "\n".join(["printf '%s\n' \\", *typed])]  # takes it as it stands
     assert subprocess.run(shell, text=True, capture_output=True).stdout.splitlines() == words

@@ -26,7 +26,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import MapsOfEpoch, StoredImages, identity_of_maps
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.store_choice import choose_store
 from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.warm_start import start_from_teacher, warm_start
 from gaupipe.maps.views import from_top_k, top_k
@@ -263,8 +263,8 @@ def test_maps_that_shifts_and_crops_would_move_are_spoken_of(run, capsys, augmen
 
 def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():
     teacher = outline(settings_with("export.k=3"), load_data(settings_with().data))
-    assert chosen(teacher, given={"kind": "topk"}).k == chosen(teacher).k == 3
-    assert chosen(teacher, given={"kind": "topk", "k": 5}).k == 5
+    assert choose_store(teacher, given={"kind": "topk"}).k == choose_store(teacher).k == 3
+    assert choose_store(teacher, given={"kind": "topk", "k": 5}).k == 5
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4])
@@ -353,7 +353,7 @@ def test_a_warm_start_takes_queries_and_keys_too(run):
     settings = RunDirectory(run).settings()
     data = load_data(settings.data)
     write_store(run, {"kind": "topk"})
-    job = phase_b.build(settings, data, RunDirectory(run))
+    job = phase_b.build_training(settings, data, RunDirectory(run))
     teacher = load_teacher(RunDirectory(run), data).network
     warm_start(job.student, teacher.weights())
     images = first_images(run, 8)

@@ -22,7 +22,7 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import load as load_settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-from gaupipe.training.job import LabelLosses, build, hard_loss, train, training_state
+from gaupipe.training.job import LabelLosses, build_plain, hard_loss, train, training_state
 from gaupipe.training.update import Update
 from oracles import cross_entropies
 from pictures import more_photos, photos
@@ -430,7 +430,7 @@ class AllImages(LabelLosses):
 
 def job_of(settings):
     data = load_data(settings.data, unlabelled=True)
-    job = replace(build(settings, data), unlabelled=True)
+    job = replace(build_plain(settings, data), unlabelled=True)
     return replace(job, losses=AllImages(job.student, job.train))
 
 

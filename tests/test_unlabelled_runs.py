@@ -157,7 +157,7 @@ def test_all_images_have_predictions_and_some_have_labels(finished, temperature)
         "phase_b", alpha=0.7, beta=0.3, soft_temperature=temperature
     )
     data, _, stores = opened(finished / "run")
-    job = phase_b.build(settings, data, directory)
+    job = phase_b.build_training(settings, data, directory)
     assert len(job.images) == len(data.train) + WITHOUT
     losses = StudentLosses(job.student.eval(), settings, None)
     ids = np.array([3, len(data.train) + 2, 0, 7, len(data.train)])

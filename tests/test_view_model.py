@@ -18,7 +18,7 @@ import store
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
-from gaupipe.teachers.files import fitted, open_model
+from gaupipe.teachers.files import open_model, reduce_size
 from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import run_blocks
 from stages import predict
@@ -395,7 +395,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypa
 
 def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     model = timm.create_model("vit_tiny_patch16_224", **SIZES | dict(img_size=256))
-    size, note = fitted(model)
+    size, note = reduce_size(model)
     assert size == 160 and "--image-size 256 shows all" in note
 
 

@@ -56,7 +56,7 @@ AnyImage = TypeVar("AnyImage", Tensor, PIL.Image.Image)
 def content_digests(images: FileImages) -> list[str]:
     """SHA-256 of the content of each image's file, in hexadecimal digits. Raises UserError where
     files cannot be read to their end as images, after a line for each of several on stderr."""
-    digests, problems = examined(images)
+    digests, problems = examine(images)
     if problems:
         first, *others = problems.values()
         remedy = "--set data.unreadable=leave_out goes on without"
@@ -88,7 +88,7 @@ def as_asked(images: FileImages) -> FileImages:
     lines on stderr about the others. Raises UserError where of a class none is left."""
     if images.settings.unreadable != "leave_out":
         return images
-    _, problems = examined(images)
+    _, problems = examine(images)
     if not problems:
         return images
     say_lines([*problems.values(), f"{images.root}: goes on without these images: {len(problems)}"])
@@ -101,7 +101,7 @@ def as_asked(images: FileImages) -> FileImages:
     return kept
 
 
-def examined(images: FileImages) -> tuple[dict[str, str], dict[str, str]]:
+def examine(images: FileImages) -> tuple[dict[str, str], dict[str, str]]:
     """By name the SHA-256 of each file that can be read to its end as an image, and of the others
     why they cannot, in the order of the images; without :attr:`FileImages.decoded_first` that of
     each file that can be read.

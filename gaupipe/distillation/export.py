@@ -90,7 +90,7 @@ def make_schema(
     kind = export.kind
     data = teacher.data
     images = images or Exported.train(data)
-    assert kind is not None and export.encoding is not None  # chosen() names both
+    assert kind is not None and export.encoding is not None  # choose_store() names both
     check_export(export, teacher)
     has_maps = store.KINDS[kind].has_maps
     if not has_maps and not teacher.predicts:

@@ -40,9 +40,9 @@ from gaupipe.training.job import (
     LabelLosses,
     StepLosses,
     Training,
+    make_training,
     remarks_on_patches,
     share_of_dropped_patches,
-    student_training,
 )
 from gaupipe.training.state import Identity
 
@@ -117,7 +117,7 @@ class MapReader:
         return TeacherMaps(stored, self.layers, self.grid, self.heads, batch.geometry, batch.mixed)
 
 
-def build(
+def build_distilled(
     settings: Settings,
     data: ImageData,
     device: torch.device,
@@ -145,7 +145,7 @@ def build(
         reader = MapReader(maps, student, phase, device)
     losses = StudentLosses(student, settings, reader, predicts)
     remarks = remarks_on_patches(train, epochs) + remarks_on_maps(settings, maps.schema, student)
-    job = student_training(settings, data, device, student, train, losses, epochs, remarks)
+    job = make_training(settings, data, device, student, train, losses, epochs, remarks)
     return replace(
         job,
         unlabelled=unlabelled is not None,
@@ -171,7 +171,7 @@ def build_without_store(teacher: Teacher, student: VisionTransformer) -> Trainin
         *remarks_on_patches(train, epochs),
     ]
     data = teacher.data
-    return student_training(settings, data, teacher.device, student, train, losses, epochs, remarks)
+    return make_training(settings, data, teacher.device, student, train, losses, epochs, remarks)
 
 
 def constant_maps(teacher: Teacher, student: VisionTransformer) -> ConstantMaps:

@@ -38,7 +38,7 @@ def default_kind(teacher: Teacher, encoding: str | None = None) -> str:
     return "predictions"
 
 
-def chosen(
+def choose_store(
     teacher: Teacher,
     stored: ExportSettings | None = None,
     given: dict[str, Any] | None = None,
@@ -94,17 +94,17 @@ def compared(
     return export.model_copy(update={"layers": layers, "grid": grid})
 
 
-def planned_export(teacher: Teacher) -> ExportSettings:
+def plan_export(teacher: Teacher) -> ExportSettings:
     """The store that the settings ask for of a teacher. Raises UserError as
     :func:`check_export`."""
-    export = chosen(teacher)
+    export = choose_store(teacher)
     check_export(export, teacher, prefix="export.")
     return export
 
 
 def check_export(export: ExportSettings, teacher: Teacher, prefix: str = "--") -> None:
     """Raises UserError for a store that cannot hold what a teacher shows. ``export`` is from
-    :func:`chosen`; the ``prefix`` is that of ``kind``, ``k`` and ``views`` in messages."""
+    :func:`choose_store`; the ``prefix`` is that of ``kind``, ``k`` and ``views`` in messages."""
     name = str(export.kind)
     k = export.k
     refusal = MAP_KINDS[name].refusal(teacher.forms)

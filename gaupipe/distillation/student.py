@@ -5,12 +5,12 @@ from __future__ import annotations
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.distillation.losses import check_maps
-from gaupipe.distillation.store_choice import planned_export
+from gaupipe.distillation.store_choice import plan_export
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import MapShape, Teacher
-from gaupipe.training.student import checked_student
+from gaupipe.training.student import outline_student
 from gaupipe.vit.slicing import evenly_spaced
 
 
@@ -99,7 +99,7 @@ def check_student(teacher: Teacher) -> None:
     built on the meta device."""
     settings = teacher.settings
     phase = settings.phase_b
-    student = checked_student(settings, teacher.data, settings.student_training)
+    student = outline_student(settings, teacher.data, settings.student_training)
     if teacher.data.unlabelled is not None:
         check_soft_loss(phase)
     teacher.check_student()
@@ -113,7 +113,7 @@ def check_student(teacher: Teacher) -> None:
             f"phase_b.gamma: the teacher {settings.phase_a.teacher} has no attention maps to "
             "compare: set phase_b.gamma=0"
         )
-    export = planned_export(teacher)
+    export = plan_export(teacher)
     maps = None
     if teacher.forms:
         maps = teacher.shape.stored(export)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from gaupipe.settings.sections import Keywords, Positive, Scope, Section, Size, validated
+from gaupipe.settings.sections import Keywords, Positive, Scope, Section, Size, validate
 from gaupipe.system.files import utf8
 
 FILE_IMAGE_SIZE = 224
@@ -52,7 +52,7 @@ class DataSettings(Section):
     """Height and width of the images that the model gets, in pixels: a multiple of the patch size.
     Null keeps the size of images held in memory. Images in files then get 224 pixels. A ViT that
     is fine-tuned gets the size that its weights expect."""
-    scaling: Annotated[Keywords, AfterValidator(partial(validated, model=Scaling))] = {}
+    scaling: Annotated[Keywords, AfterValidator(partial(validate, model=Scaling))] = {}
     """Scaling of pixels by timm's names: ``{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5],
     interpolation: bicubic}``. A ViT that is fine-tuned sets what its weights expect. Otherwise
     images are resized ``bilinear``, and mean and standard deviation are those of the training

@@ -15,7 +15,7 @@ from gaupipe.settings.sections import (
     Scope,
     Section,
     Size,
-    validated,
+    validate,
 )
 
 
@@ -77,7 +77,7 @@ def usable_model_args(args: dict[str, Any]) -> dict[str, Any]:
     """Keywords for a ViT as they are. Raises ValueError for one that timm could not use here."""
     for name in args.keys() & MODEL_ARGS_ELSEWHERE.keys():
         raise ValueError(f"{name!r} cannot be given here: {MODEL_ARGS_ELSEWHERE[name]}")
-    return validated(args, KnownModelArgs)
+    return validate(args, KnownModelArgs)
 
 
 ModelArgs = Annotated[Keywords, AfterValidator(usable_model_args)]

@@ -56,7 +56,7 @@ def _keywords(args: dict[str, Any]) -> dict[str, Any]:
 Keywords = Annotated[dict[str, Any], AfterValidator(_keywords)]
 
 
-def validated(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+def validate(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """The ``values`` as they are. Raises ValueError unless ``model`` takes them."""
     try:
         model.model_validate(values)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from gaupipe.settings.sections import Count, Keywords, Positive, Rate, Section, Weight, validated
+from gaupipe.settings.sections import Count, Keywords, Positive, Rate, Section, Weight, validate
 
 
 class OptimSettings(Section):
@@ -76,7 +76,7 @@ class TrainChanges(Section):
 
     epochs: Positive | None = None
     """Null is ``train.epochs``."""
-    optim: Annotated[Keywords, AfterValidator(partial(validated, model=OptimSettings))] = {}
+    optim: Annotated[Keywords, AfterValidator(partial(validate, model=OptimSettings))] = {}
     """Settings of ``train.optim`` that are others here, e.g. ``{lr: 0.002}``."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Null is ``train.label_smoothing``."""

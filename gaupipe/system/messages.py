@@ -10,7 +10,7 @@ import multiprocessing
 from rich.console import Console
 
 from gaupipe.system import distributed
-from gaupipe.system.terminal import fitted
+from gaupipe.system.terminal import wrap
 
 LOG = logging.getLogger("gaupipe")
 
@@ -28,7 +28,7 @@ class ShowOnConsole(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if distributed.launch().rank == 0:
             console = shared_console()
-            line = fitted(record.getMessage(), console.file)
+            line = wrap(record.getMessage(), console.file)
             console.print(line, soft_wrap=True)
 
 

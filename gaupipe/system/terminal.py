@@ -15,7 +15,7 @@ from rich.cells import cell_len
 QUOTED = re.compile(r"'gaupipe [^']*'")
 
 
-def fitted(line: str, stream: IO[str], command: Sequence[str] = (), indent: int = 2) -> str:
+def wrap(line: str, stream: IO[str], command: Sequence[str] = (), indent: int = 2) -> str:
     """``line``, with the ``command`` that it ends in, as ``stream`` should show it: in a pipe as it
     is; on a terminal broken between words, and the command below it, from where it can be copied.
     Lines after the first begin with ``indent`` spaces."""
@@ -38,8 +38,8 @@ def fitted(line: str, stream: IO[str], command: Sequence[str] = (), indent: int 
 
 
 def say(line: str, command: Sequence[str] = (), indent: int = 2) -> None:
-    """Prints on stderr what :func:`fitted` makes of a line."""
-    print(fitted(line, sys.stderr, command, indent), file=sys.stderr, flush=True)
+    """Prints on stderr what :func:`wrap` makes of a line."""
+    print(wrap(line, sys.stderr, command, indent), file=sys.stderr, flush=True)
 
 
 def continued(command: Sequence[str], columns: int) -> str:

@@ -56,7 +56,7 @@ class MapShape:
 
     def stored(self, export: ExportSettings) -> MapShape | None:
         """Of the maps that an ``export`` stores of these; None where it stores none."""
-        assert export.kind is not None  # chosen() names it
+        assert export.kind is not None  # choose_store() names it
         if not store.KINDS[export.kind].has_maps:
             return None
         layers = self.layers if export.layers is None else len(export.layers)

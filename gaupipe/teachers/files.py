@@ -124,12 +124,12 @@ def open_model(
     fewer = ""
     model: Any
     if random_weights:
-        model = initialised(source, download)
+        model = initialise(source, download)
         note = f"Random weights: {source} is untrained here, and its maps show the initialisation."
     else:
-        model = loaded(source, download, to_look)
+        model = load_given(source, download, to_look)
     if to_look and image_size is None:
-        image_size, fewer = fitted(model)
+        image_size, fewer = reduce_size(model)
     named = not random_weights
     teacher = teacher_of_files(
         model, source, paths, files, image_size, to_look=to_look, named=named
@@ -180,7 +180,7 @@ def teacher_of_files(
     return FilesTeacher(settings, data, device, network.to(device), images=images)
 
 
-def loaded(source: str, download: bool, to_look: bool) -> Any:
+def load_given(source: str, download: bool, to_look: bool) -> Any:
     """A model with its weights, in eval mode. Raises UserError, which tells who wants ``to_look``
     what can be done without them."""
     try:
@@ -191,7 +191,7 @@ def loaded(source: str, download: bool, to_look: bool) -> Any:
         raise
 
 
-def initialised(name: str, download: bool) -> Any:
+def initialise(name: str, download: bool) -> Any:
     """The model of a timm name with random weights, in eval mode. Raises UserError for weights that
     were asked for, and for another name."""
     if download or name.startswith(LOCAL):
@@ -204,7 +204,7 @@ def initialised(name: str, download: bool) -> Any:
     return timm.create_model(architecture).eval()
 
 
-def fitted(model: Any) -> tuple[int | None, str]:
+def reduce_size(model: Any) -> tuple[int | None, str]:
     """The pixels at which a model with many patches is looked at, and a note; (None, "") where it
     is looked at as it is."""
     patches = getattr(model, "patch_embed", None)

@@ -11,6 +11,7 @@ from torch import nn
 
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
+from gaupipe.settings.places import folder_of
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.device import select_device
 from gaupipe.teachers.base import Teacher
@@ -20,10 +21,10 @@ from gaupipe.teachers.trained import TrainedOnLabels, trained_network
 from gaupipe.teachers.vit import TrainedVit
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import Identity
-from gaupipe.vit.build import created
+from gaupipe.vit.build import create_model
 from gaupipe.vit.fine_tuning import weights_sha256
 from gaupipe.vit.inputs import as_taken, input_of
-from gaupipe.vit.pretrained import folder_of, pretrained
+from gaupipe.vit.pretrained import load_pretrained
 
 
 @dataclass
@@ -41,12 +42,12 @@ class FineTuned(TrainedOnLabels):
             **phase.teacher_args,
         }
         if device is None:
-            trained = pretrained(phase.teacher, arguments, settings.download)
+            trained = load_pretrained(phase.teacher, arguments, settings.download)
             return trained.requires_grad_(True)
         source = phase.teacher
         if source.startswith(LOCAL):
             source = f"{LOCAL}{folder_of(source)}"
-        return created(source, arguments).to(device)
+        return create_model(source, arguments).to(device)
 
     @classmethod
     def outline(cls, settings: Settings, data: ImageData) -> Teacher:

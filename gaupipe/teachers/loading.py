@@ -12,9 +12,9 @@ from gaupipe.settings.sections import LOCAL
 from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.readable_vit import PredictingModel, ReadableViT, UnreadableAttention
-from gaupipe.vit.build import created
+from gaupipe.vit.build import create_model
 from gaupipe.vit.inputs import SETTING
-from gaupipe.vit.pretrained import HUB, cached_weights, pretrained, published
+from gaupipe.vit.pretrained import HUB, cached_weights, find_published, load_pretrained
 
 
 def load_network(
@@ -38,10 +38,10 @@ def load_network(
     try:
         if (
             not teacher.startswith((LOCAL, HUB))
-            and cached_weights(published(teacher, remedy)) is None
+            and cached_weights(find_published(teacher, remedy)) is None
         ):
-            readable(created(teacher, arguments), data, teacher)  # or it need not be fetched
-        return readable(pretrained(teacher, arguments, download, remedy), data, teacher)
+            readable(create_model(teacher, arguments), data, teacher)  # or it need not be fetched
+        return readable(load_pretrained(teacher, arguments, download, remedy), data, teacher)
     except UserError as error:
         raise UserError(f"{SETTING}: {str(error).removeprefix(f'{SETTING}: ')}") from None
 

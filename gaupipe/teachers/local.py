@@ -93,7 +93,7 @@ class LocalTeacher(Teacher):
         return LocalMaps(shape, stds, permutation)
 
     def describe(self) -> str:
-        return described(self.settings.phase_a)
+        return describe(self.settings.phase_a)
 
     def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
         """Trains nothing, and says what the teacher is."""
@@ -115,7 +115,7 @@ def wrong_places(tokens: int, generator: torch.Generator) -> Tensor:
     return places
 
 
-def described(phase: PhaseASettings) -> str:
+def describe(phase: PhaseASettings) -> str:
     """The maps in words."""
     local = phase.local
     stds = ", ".join(f"{std:g}" for std in local.std)

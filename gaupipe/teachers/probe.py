@@ -120,7 +120,7 @@ def fit_probe(teacher: Teacher) -> Probe:
         train, labels = features_of(teacher, data.train)
         val, val_labels = features_of(teacher, data.val)
         seed = teacher.settings.seed
-        probe = fitted(train, labels, val, val_labels, data.num_classes, seed)
+        probe = fit(train, labels, val, val_labels, data.num_classes, seed)
     return distributed.from_main(probe)
 
 
@@ -136,7 +136,7 @@ def features_of(teacher: Teacher, split: Split) -> tuple[np.ndarray, np.ndarray]
     return torch.cat(features).numpy(), torch.cat(labels).numpy()
 
 
-def fitted(
+def fit(
     features: np.ndarray,
     labels: np.ndarray,
     val_features: np.ndarray,

@@ -11,7 +11,7 @@ from torch import nn
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.teachers.trained import TrainedOnLabels
-from gaupipe.vit.build import created
+from gaupipe.vit.build import create_model
 
 
 @dataclass
@@ -23,5 +23,5 @@ class ResNetTeacher(TrainedOnLabels):
         torch.manual_seed(settings.seed)
         sizes = {"num_classes": data.num_classes, "in_chans": data.channels}
         arguments = {**sizes, "img_size": data.image_size, **settings.phase_a.teacher_args}
-        model = created("gauresnet_pico", arguments)
+        model = create_model("gauresnet_pico", arguments)
         return model.to(device) if device else model

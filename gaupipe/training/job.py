@@ -133,7 +133,7 @@ class EpochPlan:
 @dataclass
 class Training:
     """A ViT, the ``student``, and what the loop of :func:`train` needs to train it. Its builders
-    fill it: :func:`build`, those of phase B, and that of the teacher ``vit``."""
+    fill it: :func:`build_plain`, those of phase B, and that of the teacher ``vit``."""
 
     settings: Settings
     data: ImageData
@@ -251,7 +251,7 @@ def training_state(job: Training) -> TrainingState[VisionTransformer]:
     )
 
 
-def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
+def build_plain(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
     """A student that learns from the labels alone, freshly started. ``afresh`` False leaves trained
     weights out. Writes nothing. Raises UserError for settings that do not fit."""
     device = select_device(settings.device, settings.threads)
@@ -262,10 +262,10 @@ def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
     ]
     losses = LabelLosses(student, train, settings.compile)
     remarks = remarks_on_patches(train, epochs)
-    return student_training(settings, data, device, student, train, losses, epochs, remarks)
+    return make_training(settings, data, device, student, train, losses, epochs, remarks)
 
 
-def student_training(
+def make_training(
     settings: Settings,
     data: ImageData,
     device: torch.device,

@@ -26,7 +26,7 @@ def build_student(
     return with_patch_dropout(student, train.patch_drop_rate)
 
 
-def checked_student(settings: Settings, data: ImageData, train: TrainSettings) -> VisionTransformer:
+def outline_student(settings: Settings, data: ImageData, train: TrainSettings) -> VisionTransformer:
     """The student on the meta device, without weights. Raises UserError where it could not be
     trained as ``train`` says."""
     student = with_patch_dropout(untrained_student(settings, data), train.patch_drop_rate)

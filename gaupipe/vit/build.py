@@ -87,7 +87,7 @@ def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> Non
         )
 
 
-def created(name: str, arguments: dict[str, Any], **weights: Any) -> nn.Module:
+def create_model(name: str, arguments: dict[str, Any], **weights: Any) -> nn.Module:
     """``timm.create_model`` with the keywords ``arguments`` and ``weights``. Raises UserError for
     whatever timm or the hub makes of them."""
     try:

@@ -17,10 +17,10 @@ from gaupipe.settings.places import folder_of
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
-from gaupipe.vit.build import created
+from gaupipe.vit.build import create_model
 from gaupipe.vit.convert import convert
 from gaupipe.vit.inputs import input_of, spread_of
-from gaupipe.vit.pretrained import pretrained, published
+from gaupipe.vit.pretrained import find_published, load_pretrained
 from gaupipe.vit.saving import WEIGHTS
 from gaupipe.vit.slicing import VitSizes, slice_weights
 
@@ -36,7 +36,7 @@ def with_images_of_weights(settings: Settings) -> Settings:
     leave it open: their size, and how they are scaled. Raises UserError for weights of no ViT."""
     if not fine_tunes(settings.model.name):
         return settings
-    config = resolve_model_data_config(untrained(settings.model.name, {}, "meta"))
+    config = resolve_model_data_config(build_untrained(settings.model.name, {}, "meta"))
     scaling: dict[str, Any] = {"mean": list(config["mean"]), "std": list(config["std"])}
     if config["interpolation"] == "bicubic":
         scaling["interpolation"] = "bicubic"
@@ -58,12 +58,12 @@ def with_weights(settings: Settings, data: ImageData) -> VisionTransformer:
     torch.manual_seed(settings.seed)  # a conversion draws, too
     stored, asked = fitting_sizes(settings.model, arguments)
     if asked == stored:
-        vit = checked(name, pretrained(name, arguments, settings.download))
+        vit = require_vit(name, load_pretrained(name, arguments, settings.download))
     else:
         given = {"in_chans": data.channels}
-        whole = checked(name, pretrained(name, given, settings.download)).eval()
+        whole = require_vit(name, load_pretrained(name, given, settings.download)).eval()
         spread = spread_of(whole, data, input_of(whole, data, name))
-        vit = untrained(name, arguments, None)
+        vit = build_untrained(name, arguments, None)
         grid = tuple(whole.patch_embed.grid_size)
         kept = whole.state_dict()
         weights = slice_weights(kept, stored.heads, grid, vit, "model.args", spread)
@@ -76,7 +76,7 @@ def without_weights(settings: Settings, data: ImageData, device: str | None) -> 
     arguments = arguments_for(settings.model, data)
     torch.manual_seed(settings.seed)
     fitting_sizes(settings.model, arguments)
-    vit = untrained(settings.model.name, arguments, device)
+    vit = build_untrained(settings.model.name, arguments, device)
     return with_new_head(vit, settings.model, settings.seed)
 
 
@@ -105,8 +105,8 @@ def remarks_on_start(model: ModelSettings) -> list[str]:
 def fitting_sizes(model: ModelSettings, arguments: dict[str, Any]) -> tuple[VitSizes, VitSizes]:
     """The sizes of trained weights, and those of the ViT that is to start with them. Raises
     UserError where it cannot."""
-    stored = untrained(model.name, {}, "meta")
-    vit = untrained(model.name, arguments, "meta")
+    stored = build_untrained(model.name, {}, "meta")
+    vit = build_untrained(model.name, arguments, "meta")
     differing = sorted(parts_of(stored) ^ parts_of(vit))
     if differing:
         given = model.args | model.student_args
@@ -154,18 +154,18 @@ def parts_of(vit: VisionTransformer) -> set[str]:
     return {re.sub(r"^blocks\.\d+", "blocks", name) for name in names}
 
 
-def untrained(name: str, arguments: dict[str, Any], device: str | None) -> VisionTransformer:
+def build_untrained(name: str, arguments: dict[str, Any], device: str | None) -> VisionTransformer:
     """A ViT without its trained weights. Raises UserError for a name without weights."""
     source = name
     if name.startswith(LOCAL):
         source = f"{LOCAL}{folder_of(name)}"
     else:
-        published(name)
+        find_published(name)
     with torch.device(device or "cpu"):
-        return checked(name, created(source, arguments))
+        return require_vit(name, create_model(source, arguments))
 
 
-def checked(name: str, model: Any) -> VisionTransformer:
+def require_vit(name: str, model: Any) -> VisionTransformer:
     """Returns the ``model`` if it can be a student; else raises UserError."""
     if isinstance(model, VisionTransformer):
         return model

@@ -16,13 +16,13 @@ from torch import nn
 from gaupipe.settings.places import REMEDY, folder_of
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.errors import UserError
-from gaupipe.vit.build import created
+from gaupipe.vit.build import create_model
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
 HUB = "hf-hub:"
 
 
-def pretrained(
+def load_pretrained(
     name: str, arguments: dict[str, Any], download: bool, remedy: str = REMEDY
 ) -> nn.Module:
     """A timm model with its weights from a folder, from this machine's cache, or with ``download``
@@ -33,7 +33,7 @@ def pretrained(
     """
     if name.startswith(LOCAL):
         return load_folder(folder_of(name, remedy), remedy, arguments)
-    config = published(name, remedy)
+    config = find_published(name, remedy)
     file = cached_weights(config)
     if file is None and not download:
         raise UserError(
@@ -43,10 +43,10 @@ def pretrained(
     cached = None
     if file is not None:
         cached = {"file": file, "custom_load": False}
-    return created(name, arguments, pretrained=True, pretrained_cfg_overlay=cached)
+    return create_model(name, arguments, pretrained=True, pretrained_cfg_overlay=cached)
 
 
-def published(name: str, remedy: str = REMEDY) -> Any:
+def find_published(name: str, remedy: str = REMEDY) -> Any:
     """timm's configuration of trained weights. Raises UserError, ending in ``remedy``, where timm
     knows none of this name. Of ``hf-hub:OWNER/MODEL`` the hub has the rest."""
     if re.fullmatch(HUB + "[a-zA-Z0-9][\\w-]*/[a-zA-Z0-9][\\w.@-]*", name, re.ASCII):
@@ -81,4 +81,4 @@ def load_model(source: str, download: bool = False) -> nn.Module:
         folder = folder / "student"
     if source.startswith(LOCAL) or folder.is_dir():
         return load_folder(folder, REMEDY)
-    return pretrained(source, {}, download).eval()
+    return load_pretrained(source, {}, download).eval()

@@ -25,7 +25,7 @@ from gaupipe.settings.sections import LOCAL
 from gaupipe.system.digests import sha256
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import replaced
-from gaupipe.vit.build import created
+from gaupipe.vit.build import create_model
 from gaupipe.vit.models import GauViT
 
 STUDENT_FILES = ("config.json", "model.safetensors")
@@ -195,7 +195,7 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
     except Exception as error:  # json, safetensors and timm raise many kinds for a foreign file
         reason = f"is damaged, or no model that timm reads ({one_line(error)})"
         raise UserError(f"{folder} {reason}: {remedy}") from None
-    model = created(f"{LOCAL}{folder}", arguments or {}, pretrained=True).eval()
+    model = create_model(f"{LOCAL}{folder}", arguments or {}, pretrained=True).eval()
     check_config(folder / "config.json", getattr(model, "pretrained_cfg", None) or {})
     return model
 

@@ -66,7 +66,7 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
     teacher = None
     if not training.row.plain:
         teacher = training.teacher
-    job = phase_b.build(settings, data, teacher, training.maps_url)
+    job = phase_b.build_training(settings, data, teacher, training.maps_url)
     buckets = settings.data.num_buckets
     batches = Batches(job.images, data, job.device, settings.data.batch_size, 0, buckets)
     augment = Augment(settings.augment, settings.seed)

@@ -14,7 +14,7 @@ from gaupipe.attention import STUDENTS
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.export import make_schema
 from gaupipe.distillation.job import gammas
-from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.store_choice import choose_store
 from gaupipe.distillation.student import check_student
 from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
@@ -29,8 +29,8 @@ from gaupipe.system.progress import duration
 from gaupipe.teachers.base import outline
 from gaupipe.training import loggers
 from gaupipe.training.curves import save
-from gaupipe.training.settled import settled
-from gaupipe.training.student import checked_student
+from gaupipe.training.settle import settle
+from gaupipe.training.student import outline_student
 from gaupipe.vit.fine_tuning import weights_sha256
 from stages.compare.figures import curves
 from stages.compare.report import Comparison, report
@@ -116,11 +116,11 @@ def plan(
     read = reader(base.download)
 
     def row_trainings(row: Row) -> list[RowTraining]:
-        settings = settled(resolve(row, base))
+        settings = settle(resolve(row, base))
         data = read(settings)
         if test and data.test is None:
             raise UserError(f"--test: data set {data.name} has no test split")
-        settings = checked(row, settings, data)
+        settings = check_row(row, settings, data)
         sources = sources_of(settings, row.plain, imports)
         own_attention = {}
         if settings.model.attention not in STUDENTS:
@@ -204,19 +204,19 @@ def digests_of(imports: Sequence[Path]) -> dict[str, str]:
     return {path.name: digests.sha256(path) for path in imports}
 
 
-def checked(row: Row, settings: Settings, data: ImageData) -> Settings:
+def check_row(row: Row, settings: Settings, data: ImageData) -> Settings:
     """The settings of a row with the store that its student needs. Raises UserError, naming the
     row, for what its training could not do."""
     try:
         select_device(settings.device, settings.threads)
         if row.plain:
-            checked_student(settings, data, settings.train)
+            outline_student(settings, data, settings.train)
             return settings
         teacher = outline(settings, data)
         check_student(teacher)
         teacher.begin(Path()).training_state()
         if teacher.kind.stored:
-            export = chosen(teacher)
+            export = choose_store(teacher)
             make_schema(teacher, export, sha256="0" * 64)
             return settings.model_copy(update={"export": export})
     except (UserError, store.StoreError) as error:

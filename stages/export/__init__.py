@@ -21,7 +21,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.files import open_model
-from gaupipe.teachers.local import described
+from gaupipe.teachers.local import describe
 from gaupipe.teachers.vit import other_teacher
 from stages.export.place import Place
 from stages.export.writing import write
@@ -63,7 +63,7 @@ class ExportRequest:
         """True if the store is the run's own, which phase B reads unless told otherwise."""
         return self.place.url == str(self.directory.maps)
 
-    def checked_settings(self) -> Settings:
+    def read_settings(self) -> Settings:
         """The settings of the run. Raises UserError for options that do not go together."""
         if self.teacher is not None and self.is_own_store:
             raise UserError(
@@ -104,7 +104,7 @@ class ExportRequest:
 def run(request: ExportRequest) -> str | None:
     """Writes a store and returns its path or URL; None for ``local``, which has none. An
     unfinished store of the same teacher is continued: its finished shards stay."""
-    settings = request.checked_settings()
+    settings = request.read_settings()
     if not settings.phase_a.kind.stored and request.teacher is None:
         url = None if request.is_own_store else request.place.url
         say_nothing_to_export(settings, url)
@@ -136,7 +136,7 @@ def say_nothing_to_export(settings: Settings, out: str | None) -> None:
         raise UserError(
             f"--out {out}: the maps of local are stored nowhere, phase B makes them: leave it out"
         )
-    maps = described(settings.phase_a)
+    maps = describe(settings.phase_a)
     LOG.info(f"export: local has {maps}: phase B makes its maps, and needs no store")
 
 

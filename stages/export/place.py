@@ -10,7 +10,7 @@ from typing import Any
 
 import store
 from gaupipe.distillation.export import decoder, is_complete, stored_export
-from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.store_choice import choose_store
 from gaupipe.settings import ExportSettings
 from gaupipe.system import distributed
 from gaupipe.system.device import choose_precision
@@ -92,7 +92,7 @@ class Place:
     def choose(self, teacher: Teacher, options: dict[str, Any]) -> ExportSettings:
         """The kind of the store and its encoding, k and views."""
         stored = None if self.overwrite else stored_export(self.url)
-        export = chosen(teacher, stored, options)
+        export = choose_store(teacher, stored, options)
         if teacher.width:
             precision = choose_precision(export.precision or "auto", teacher.device, teacher.width)
             export = export.model_copy(update={"precision": precision})

@@ -47,7 +47,7 @@ def to_onnx(student: VisionTransformer, images: Tensor) -> Exported:
     )
     assert program is not None
     model = program.model_proto
-    for key, value in described(student).items():
+    for key, value in describe(student).items():
         model.metadata_props.add(key=key, value=value)
     content = model.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
@@ -56,7 +56,7 @@ def to_onnx(student: VisionTransformer, images: Tensor) -> Exported:
     )
 
 
-def described(student: VisionTransformer) -> dict[str, str]:
+def describe(student: VisionTransformer) -> dict[str, str]:
     """How an image becomes the student's input, and the names of its classes: JSON by timm's names,
     and in words what timm does beside."""
     config = resolve_model_data_config(student)

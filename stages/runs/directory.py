@@ -281,12 +281,12 @@ class RunDirectory:
         data.check_split(self.split, test)
         return data
 
-    def settled(self, settings: Settings) -> Settings:
+    def settle(self, settings: Settings) -> Settings:
         """The settings with what this run has decided, or decides as it begins."""
-        from gaupipe.training.settled import settled  # with torch
+        from gaupipe.training.settle import settle  # with torch
 
         before = load(self.config) if self.config.is_file() else None
-        return settled(settings, before)
+        return settle(settings, before)
 
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of

@@ -31,7 +31,7 @@ def save(job: Training, state: TrainingState[VisionTransformer], folder: Path, l
     assert state.best is not None  # the training has ended
     keep = job.train.keep
     data = job.data
-    LOG.info(f"{label}: {described(job, state, folder)}")
+    LOG.info(f"{label}: {describe(job, state, folder)}")
     last = len(state.metrics)
     best = state.best["epoch"]
     students = {"last": state.kept}
@@ -56,7 +56,7 @@ def save(job: Training, state: TrainingState[VisionTransformer], folder: Path, l
     _write(folder, {**kept, "sha256": _noted(folder)})
 
 
-def described(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> str:
+def describe(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> str:
     """A line about a training that has ended: which epoch is kept where, how good it is, and why
     the training ended early."""
     assert state.best

@@ -37,7 +37,9 @@ def read_data(
 
 
 @contextlib.contextmanager
-def opened(request: StudentRequest, job: Training) -> Iterator[TrainingState[VisionTransformer]]:
+def open_student(
+    request: StudentRequest, job: Training
+) -> Iterator[TrainingState[VisionTransformer]]:
     """Holds the folder of a student while it is trained. Gives the state of its training, freshly
     started or as the last checkpoint has it. A training that is refused leaves the settings of an
     earlier one as they were."""
@@ -76,7 +78,7 @@ def begin_student(request: StudentRequest, job: Training) -> None:
 
 
 @contextlib.contextmanager
-def opened_teacher(
+def open_teacher(
     run: RunDirectory,
     settings: Settings,
     data: ImageData,

@@ -14,8 +14,8 @@ from gaupipe.settings import Settings
 from gaupipe.settings.load import load, read_yaml, with_overrides
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.readable_vit import has_standard_attention
-from gaupipe.vit.build import created
-from gaupipe.vit.fine_tuning import sizes_of, untrained
+from gaupipe.vit.build import create_model
+from gaupipe.vit.fine_tuning import build_untrained, sizes_of
 from stages.runs.choices import MOST_VIEWS, Choices, TeacherSizes
 
 
@@ -23,7 +23,7 @@ def look_at(name: str, arguments: dict[str, Any]) -> TeacherSizes | None:
     """The sizes of the teacher of this name, without its weights; None where no student can begin
     with a slice of it. What is wrong with a name shows when the teacher is loaded."""
     try:
-        vit = untrained(name, arguments, "meta")
+        vit = build_untrained(name, arguments, "meta")
     except UserError:
         return None
     if not has_standard_attention(vit):
@@ -70,7 +70,7 @@ def student_of(choices: Choices) -> Any:
     if size is not None:
         args["img_size"] = size
     name = choices.given("model.name", "gauvit_pico_patch2_8")
-    return created(name, {**args, "device": "meta"})
+    return create_model(name, {**args, "device": "meta"})
 
 
 def with_trained_teacher(

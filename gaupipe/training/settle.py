@@ -9,18 +9,18 @@ from gaupipe.vit.build import width_of
 from gaupipe.vit.fine_tuning import with_images_of_weights
 
 
-def settled(settings: Settings, before: Settings | None = None) -> Settings:
+def settle(settings: Settings, before: Settings | None = None) -> Settings:
     """The settings with what they leave open: how trained weights expect images, the precision, and
     the number of buckets; where there is a run ``before``, its own."""
     settings = with_images_of_weights(settings)
     if settings.precision == "auto":
-        precision = before.precision if before else chosen_precision(settings)
+        precision = before.precision if before else choose_run_precision(settings)
         settings = settings.model_copy(update={"precision": precision})
     buckets = before.data.buckets if before else distributed.world_size()
     return settings.with_buckets(buckets)
 
 
-def chosen_precision(settings: Settings) -> str:
+def choose_run_precision(settings: Settings) -> str:
     """The precision of a run that begins."""
     device = select_device(settings.device, settings.threads)
     return choose_precision("auto", device, width_of(settings.model))
