@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from gaupipe.system.imports import refuse_namesakes, runs_as_module
+from gaupipe.system.version import __version__
 
-__version__ = "0.2.0.dev0"  # the only place; pyproject.toml reads it
-__all__ = ["__version__", "capture", "open_run", "register", "show"]
+__all__ = ["__version__", "capture", "export", "open_run", "register", "run", "show", "train"]
 
 if not runs_as_module():  # else __main__ first takes the current folder off the path of modules
     refuse_namesakes()
@@ -20,8 +20,7 @@ if not runs_as_module():  # else __main__ first takes the current folder off the
 
 
 def __getattr__(name: str) -> Any:
-    """``gaupipe.capture``, ``gaupipe.open_run``, ``gaupipe.register`` and ``gaupipe.show``,
-    imported when they are asked for: they need torch."""
+    """What is imported when it is asked for, because it needs torch or belongs to the commands."""
     if name == "capture":
         from gaupipe.vit.capture import capture
 
@@ -34,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from stages.view.notebook import show
 
         return show
+    if name in ("export", "run", "train"):
+        from stages import functions
+
+        return getattr(functions, name)
     if name == "register":
         from gaupipe.vit.models import register
 

@@ -1,14 +1,16 @@
-"""How a command imports torch and timm, which takes seconds, and a user's own files: on a terminal
-it says what it waits for."""
+"""How a command begins: it says what it is about to do, and imports torch and timm, which takes
+seconds, and a user's own files."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from gaupipe.system import distributed, terminal
 from gaupipe.system.errors import UserError, one_line
 
 WAITS = "gaupipe: imports torch, which takes some seconds"
@@ -26,6 +28,31 @@ def importing() -> Iterator[None]:
     finally:
         if shown:
             print(" " * len(WAITS), end="\r", file=sys.stderr, flush=True)
+
+
+def say(line: str, command: Sequence[Any] = ()) -> None:
+    """A line of rank 0 on stderr; a ``command`` that ends it can be copied from a terminal."""
+    if distributed.launch().rank == 0:
+        words = [str(word) for word in command]
+        terminal.say(f"gaupipe: {line}", words)
+
+
+@contextlib.contextmanager
+def begins(what: str) -> Iterator[None]:
+    """Says what a command is about to do, and then imports torch, which takes seconds."""
+    say(f"{what} ...")
+    with importing():
+        yield
+
+
+def starts(
+    what: str, settings: Any, folder: Path, attention: str | None = None, model: str = ""
+) -> contextlib.AbstractContextManager[None]:
+    """:func:`begins`, of a job with these settings."""
+    attention = attention or settings.model.attention
+    data = settings.data
+    model = model or f"{settings.model.name}, attention {attention}"
+    return begins(f"{what}: {data.root or data.name}, {model}, into {folder}")
 
 
 def import_file(path: Path) -> None:

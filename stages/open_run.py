@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -12,9 +13,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import store
+from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.mixing import Mix
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation.job import MapReader, MapsOfEpoch, StoredImages, constant_maps
 from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.distillation.losses import TeacherMaps
+from gaupipe.maps.gaussians import Geometry
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.teachers.base import outline
@@ -22,6 +28,32 @@ from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.training.student import untrained_student
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_student
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class TrainBatch:
+    """Training images with what the teacher says of them, all in one order.
+
+    images       float32 [B, channels, height, width], normalised
+    labels, ids  int64 [B]
+    maps         for each block of the student the teacher's map [B or 1, H or 1, T, T] float32,
+                 moved as the image was, or None where the block is compared with none; empty where
+                 no maps were asked for
+    predictions  the teacher's log-probabilities float32 [B, C]; None where it predicts nothing
+    geometry     where each view lies in its image; None where nothing moved
+    mixed        which images Mixup or CutMix mixed, and where, of the labels and predictions too;
+                 None where none were
+    """
+
+    images: Tensor
+    labels: Tensor
+    ids: Tensor
+    maps: list[Tensor | None]
+    predictions: Tensor | None
+    geometry: Geometry | None
+    mixed: Mix | None
 
 
 class Run:
@@ -64,7 +96,7 @@ class Run:
         UserError for ids and views that there are not."""
         images_of_split = self.data.split(split)
         image_ids = check_ids(ids, len(images_of_split), f"{split} images in {self.directory.path}")
-        images = Batches(images_of_split, self.data, torch.device("cpu"), len(image_ids))
+        images = Batches(images_of_split, self.data, CPU, len(image_ids))
         if view is None:
             return next(images.in_order(image_ids)).images
         augment = self._check_view(view).augmentation()
@@ -75,14 +107,7 @@ class Run:
         """The teacher's maps of training images: for each stored block [B, H, T, T] float32, rows
         sum to 1. Raises UserError for ids and views that there are not, for a store of views where
         ``view`` is None, and for a run of students without a teacher."""
-        directory = self.directory
-        if directory.students(distilled=False) and not (
-            directory.phase_a.exists() or directory.students() or directory.maps.exists()
-        ):
-            raise UserError(
-                f"{directory.path} has no teacher, whose maps these would be: its students were "
-                "trained on labels alone"
-            )
+        self._check_teacher()
         if not self.settings.phase_a.kind.stored:
             if view is not None:
                 raise UserError(f"view={view}: local has the same maps for all views")
@@ -104,8 +129,65 @@ class Run:
         images = schema.num_images // schema.views
         image_ids = check_ids(ids, images, f"images in {self.store.url}")
         stored = self.store.gather(image_ids * schema.views + (view or 0))
-        attention = MAP_KINDS[schema.kind].reader(self.store, torch.device("cpu"))(stored)
+        attention = MAP_KINDS[schema.kind].reader(self.store, CPU)(stored)
         return [attention.map(layer) for layer in range(schema.maps.layers)]
+
+    def train_loader(self, epoch: int = 0, *, maps: bool = True) -> Iterator[TrainBatch]:
+        """The batches of an epoch, counted from 0: the training images in the order and the views
+        in which phase B sees those with labels, and the maps that it would compare with a student
+        of the run's settings; ``maps`` False leaves them unread. Raises UserError for a run whose
+        students have no teacher, and for a store without maps."""
+        self._check_teacher()
+        stored = self.settings.phase_a.kind.stored
+        if maps and stored and not self.store.schema.has_maps:
+            raise UserError(f"{self.store.url}: holds no maps, only predictions: say maps=False")
+        return self._train_batches(epoch, maps)
+
+    def _train_batches(self, epoch: int, with_maps: bool) -> Iterator[TrainBatch]:
+        settings = self.settings
+        data = self.data
+        student = untrained_student(settings, data)
+        view = stored = read = shared = None
+        predicts = False
+        if not settings.phase_a.kind.stored:
+            shared = constant_maps(outline(settings, data), student)
+        else:
+            schema = self.store.schema
+            predicts = StoreNotes.of(schema).has_predictions
+            if schema.views > 1:
+                view = epoch % schema.views
+            images = StoredImages(self.store, settings.phase_b, settings.seed)
+            stored = MapsOfEpoch([images], view or 0, with_maps)
+            if with_maps:
+                read = MapReader(self.store, student, settings.phase_b, CPU)
+        sizes = settings.data
+        batches = Batches(data.train, data, CPU, sizes.batch_size, 0, sizes.num_buckets)
+        augment = Augment(settings.augment, settings.seed)
+        for batch in batches.epoch(epoch, augment, stored, view):
+            shown = shared if read is None else read(batch)
+            predictions = None
+            if predicts and batch.stored is not None:
+                predictions = torch.from_numpy(batch.stored["logits"]).float()
+            yield TrainBatch(
+                images=batch.images,
+                labels=batch.labels,
+                ids=batch.ids,
+                maps=maps_of_blocks(shown) if with_maps and shown is not None else [],
+                predictions=predictions,
+                geometry=batch.geometry,
+                mixed=batch.mixed,
+            )
+
+    def _check_teacher(self) -> None:
+        """Raises UserError for a run of students that learned from labels alone."""
+        directory = self.directory
+        if directory.students(distilled=False) and not (
+            directory.phase_a.exists() or directory.students() or directory.maps.exists()
+        ):
+            raise UserError(
+                f"{directory.path} has no teacher, whose maps these would be: its students were "
+                "trained on labels alone"
+            )
 
     def _check_view(self, view: int) -> Drawing:
         """The drawing of the views. Raises UserError for a view that the store does not have."""
@@ -133,6 +215,13 @@ class Run:
         if not (folder / "metrics.jsonl").is_file():
             raise UserError(f"{folder} has no metrics.jsonl: nothing of this name was trained")
         return read_metrics(folder / "metrics.jsonl")
+
+
+def maps_of_blocks(teacher: TeacherMaps) -> list[Tensor | None]:
+    """The maps of a batch by block of the student, as :class:`TrainBatch` has them."""
+    return [
+        None if layer is None else teacher.map(block) for block, layer in enumerate(teacher.layers)
+    ]
 
 
 def check_ids(ids: Iterable[int], count: int, what: str) -> np.ndarray:

@@ -143,12 +143,13 @@ def modules_imported(command: list[str], **options) -> tuple[str, set[str]]:
 
 ENDS = """
 import os, shlex, sys
-from stages.cli import hints, main
+from stages.cli import main
+from stages import begin  # after the command line, which leaves torch for later
 
 def say(line):
     sys.exit(f"{line} {os.environ['OMP_WAIT_POLICY']}")
 
-hints.say = say
+begin.say = say
 for line in sys.argv[1:]:
     sys.argv = ["gaupipe", *shlex.split(line)]
     try:

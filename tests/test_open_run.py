@@ -14,9 +14,10 @@ import gaupipe
 from arguments import sets, tiny
 from exports import write_store
 from gaupipe.data.splits import load_data
+from gaupipe.distillation.job import StudentLosses
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
-from stages import phase_a
+from stages import phase_a, phase_b
 from stages.runs.trained import load_teacher
 
 PAGE = Path(__file__).parent.parent / "docs" / "own-loop.md"
@@ -35,6 +36,46 @@ def test_the_example_of_the_page_measures_maps(copied_run, tmp_path, monkeypatch
     apart = np.hypot(rows[:, None] - rows, columns[:, None] - columns)
     expected = np.einsum("bhqk,qk->h", maps, apart) / (32 * 16)
     assert json.loads(lines[0][2]) == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_the_loop_of_the_page_trains_a_student(copied_run, tmp_path, monkeypatch):
+    copied_run(name="runs/steps")
+    monkeypatch.chdir(tmp_path)
+    section = PAGE.read_text().split("## Train a student in your own loop")[1]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    code = code.replace('attention="belief"', 'attention="belief", depth=1, num_heads=2')
+    code = code.replace("range(5)", "range(20)").replace("lr=1e-3", "lr=1e-2")
+    exec(code, names := {})
+    assert names["loss"] < 2  # 2.3 is that of ten classes of which nothing is known
+
+
+def test_batches_of_an_epoch_are_those_of_phase_b(run, monkeypatch):
+    """Images, labels and stored maps, seen where the loop of phase B gets them."""
+    opened = gaupipe.open_run(run)
+    seen = []
+    compute = StudentLosses.forward
+
+    def watched(self, batch, gamma=0.0, alpha=0.0):
+        if self.teacher_maps is not None:
+            seen.append((batch, self.teacher_maps(batch).map(0)))
+        return compute(self, batch, gamma, alpha)
+
+    monkeypatch.setattr(StudentLosses, "forward", watched)
+    phase_b.run(run, "standard", name="watched")
+    batches = list(opened.train_loader(0))
+    assert len(batches) == len(seen) > 1
+    for batch, (theirs, maps) in zip(batches, seen, strict=True):
+        assert torch.equal(batch.images, theirs.images)
+        assert torch.equal(batch.labels, theirs.labels) and torch.equal(batch.ids, theirs.ids)
+        torch.testing.assert_close(batch.maps[0], maps)
+        torch.testing.assert_close(batch.maps[0], opened.maps(batch.ids)[0])
+        assert torch.allclose(
+            batch.predictions.exp().sum(-1), torch.ones(len(batch.ids)), atol=1e-2
+        )
+    labels = opened.data.train.labels
+    assert all(np.array_equal(labels[batch.ids], batch.labels) for batch in batches)
+    (first, *_) = opened.train_loader(1, maps=False)
+    assert first.maps == [] and not torch.equal(first.ids, batches[0].ids)
 
 
 def test_images_maps_students_and_metrics_are_those_of_the_run(small_run, in_process):
@@ -127,3 +168,5 @@ def test_a_run_of_labels_alone_has_no_maps_of_a_teacher(in_process, tmp_path):
     assert code == 0, err
     with pytest.raises(UserError, match="has no teacher"):
         gaupipe.open_run(tmp_path / "run").maps([0])
+    with pytest.raises(UserError, match="has no teacher"):
+        gaupipe.open_run(tmp_path / "run").train_loader()

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "tour.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 SMALL = """
-run, epochs = Path("tour"), 1
+folder, epochs = Path("tour"), 1
 settings = load("digits_expected", [
     "threads=1", "data.train_images=512", "phase_a.max_epochs=1", "train.epochs=1",
     "phase_b.gamma_epochs=1", "model.args={depth: 4, embed_dim: 16, num_heads: 4}",
@@ -28,8 +28,8 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     figures = plt.get_fignums()
     plt.close("all")
     said = capsys.readouterr().out
-    assert len(figures) == 2
-    assert "damaged places: []" in said and "belief2 (distilled): top-1 0." in said
+    assert len(figures) == 6
+    assert "belief2 (distilled): top-1 0." in said and "ResidualAttention: top-1 0." in said
     assert names["after"].shape == (8, 10) and 0 <= names["accuracy"] <= 1
     assert (names["before"] - names["after"]).abs().max() < 1e-4
     assert list(tmp_path.iterdir()) == [tmp_path / "tour"]

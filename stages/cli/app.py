@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from gaupipe import __version__
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import show_messages
+from gaupipe.system.version import __version__
 from stages.begin import import_file
 from stages.cli.options import option, parse_path, untyped
 

@@ -1,41 +1,15 @@
-"""What commands say beside their results: what begins, and what may follow."""
+"""What commands say beside their results: what may follow."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gaupipe.system import distributed, terminal
+from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
-from stages.begin import importing
-
-
-def say(line: str, command: Sequence[Any] = ()) -> None:
-    """A line of rank 0 on stderr; a ``command`` that ends it can be copied from a terminal."""
-    if distributed.launch().rank == 0:
-        words = [str(word) for word in command]
-        terminal.say(f"gaupipe: {line}", words)
-
-
-@contextlib.contextmanager
-def begins(what: str) -> Iterator[None]:
-    """Says what a command is about to do, and then imports torch, which takes seconds."""
-    say(f"{what} ...")
-    with importing():
-        yield
-
-
-def starts(
-    what: str, settings: Any, folder: Path, attention: str | None = None, model: str = ""
-) -> contextlib.AbstractContextManager[None]:
-    """:func:`begins`, of a job with these settings."""
-    attention = attention or settings.model.attention
-    data = settings.data
-    model = model or f"{settings.model.name}, attention {attention}"
-    return begins(f"{what}: {data.root or data.name}, {model}, into {folder}")
+from stages.begin import say
 
 
 def say_other_epoch(run_dir: Path, name: str, distilled: bool) -> None:

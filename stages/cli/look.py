@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from gaupipe.settings.places import check_images, check_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
-from stages.begin import check_maps
+from stages.begin import begins, check_maps
 from stages.cli.app import command
-from stages.cli.hints import begins
 from stages.cli.options import (
     AnyModel,
     AsJson,
@@ -26,7 +25,7 @@ from stages.cli.options import (
     parse_path,
 )
 from stages.cli.output import on_terminal, report, show
-from stages.cli.request import (
+from stages.request import (
     find_run,
     is_run,
     names_classifier,

@@ -12,9 +12,9 @@ import typer
 from gaupipe.settings.places import check_data, check_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, from_here
-from stages.begin import check_maps
+from stages.begin import begins, check_maps, say, starts
 from stages.cli.app import command
-from stages.cli.hints import begins, say, say_next, starts
+from stages.cli.hints import say_next
 from stages.cli.options import (
     AsJson,
     ConfigArgument,
@@ -33,7 +33,7 @@ from stages.cli.options import (
     setting,
 )
 from stages.cli.output import print_rich, report, show
-from stages.cli.request import (
+from stages.request import (
     find_run,
     parse_list,
     read_settings,
@@ -267,7 +267,14 @@ def plan(
 
     described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
     planned = stage.run(settings, folder, plain=plain, timed=True, **described)
-    show(planned, as_json, stage.tables(planned))
+    show_plan(planned, as_json)
+
+
+def show_plan(planned: Any, as_json: bool) -> None:
+    """Prints a plan, and what does not fit."""
+    from stages.plan import tables
+
+    show(planned, as_json, tables(planned))
     if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")
 
@@ -278,10 +285,7 @@ def plan_export(model: str, images: int, as_json: bool) -> None:
     with begins(f"plan: export of the maps of {model}"):
         from stages import plan as stage
 
-    planned = stage.run_export(model, images)
-    show(planned, as_json, stage.tables(planned))
-    if planned["problem"] and not as_json:
-        print(f"does not fit: {planned['problem']}")
+    show_plan(stage.run_export(model, images), as_json)
 
 
 def compare_beginnings(

@@ -14,9 +14,9 @@ import typer
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped, mistake_of, one_line
 from gaupipe.system.messages import show_messages
+from stages.begin import say
 from stages.cli import look, measure, share, train  # noqa: F401  (their commands join the app)
 from stages.cli.app import DEBUG, app
-from stages.cli.hints import say
 
 PANELS = ("Train", "Measure", "Look", "Share")
 app.registered_commands.sort(key=lambda each: PANELS.index(str(each.rich_help_panel)))

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from gaupipe.system.files import check_file, check_new_folder
+from stages.begin import begins, say
 from stages.cli.app import command
-from stages.cli.hints import begins, say
 from stages.cli.options import Plain, RunDir, StudentArgument, StudentName, option
-from stages.cli.request import find_run
+from stages.request import find_run
 
 
 @command("Share", "export-student")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from gaupipe.settings.places import check_images, check_model
-from gaupipe.system.errors import UserError
-from stages.begin import check_maps
+from stages import functions
+from stages.begin import check_maps, starts
 from stages.cli.app import command
-from stages.cli.hints import begins, say_if_overfitted, say_next, say_other_epoch, starts
+from stages.cli.hints import say_if_overfitted, say_next, say_other_epoch
 from stages.cli.options import (
     AnyModel,
     Attention,
@@ -35,10 +34,8 @@ from stages.cli.options import (
     parse_part,
 )
 from stages.cli.output import print_rich
-from stages.cli.request import (
+from stages.request import (
     find_run,
-    names_model,
-    names_of_settings,
     read_settings,
     with_model,
     with_options,
@@ -74,15 +71,21 @@ def run(
     Example: `gaupipe run --data photos --student belief2`
     """
     overrides = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
-    overrides = with_model(overrides, "phase_a.teacher", teacher, download)
-    overrides = with_unlabelled(overrides, unlabelled)
-    settings, folder = read_settings(config, overrides, run_dir, data, student, teacher)
-    RunDirectory(folder).check_place()
-    with starts("all stages", settings, folder, student):
-        from stages import run as stage
+    ran = functions.run(
+        config,
+        data=data,
+        unlabelled=unlabelled,
+        teacher=teacher,
+        student=student,
+        run_dir=run_dir,
+        download=download,
+        baseline=baseline,
+        overrides=overrides,
+    )
+    from stages.run import table
 
-    lines = stage.run(settings, folder, student, baseline=baseline)
-    print_rich(stage.table(lines, f"{settings.data.title}: {folder}"))
+    folder = ran.folder
+    print_rich(table(ran.lines, f"{ran.student.settings.data.title}: {folder}"))
     say_next(["evaluate", "--run-dir", folder], ["view", "--run-dir", folder])
 
 
@@ -181,40 +184,28 @@ def export_maps(
 
     Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
-    asked = {"kind": kind, "encoding": encoding, "k": k}
-    how: dict[str, Any] = {"overwrite": overwrite, "repair": repair, "shard_mb": shard_mb}
-    how |= {"force": force, "part": part, "license": license}
-    if not names_model(model, files, image_size) or model is None:
-        run_dir = find_run(run_dir)
-        if out:
-            check_model(teacher)
-        with begins(f"export: the teacher of {run_dir}"):
-            from stages import export as stage
-
-        if out is None:
-            out = str(RunDirectory(run_dir).maps)
-        place = stage.Place(out, **how)
-        asked |= {"views": views}
-        request = stage.ExportRequest(run_dir, place, asked, teacher, overrides or [], download)
-        url = stage.run(request)
-        if url is not None:
-            print(url)
-        return
-    run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
-    for name in (name for name, value in run_options.items() if value):
-        raise UserError(f"--{name}: belongs to a run: leave it out with --model")
-    if out is None:
-        raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
-    check_images(files or ())
-    check_model(model)
-    with begins(f"export: {model}, into {out}"):
-        from stages import export as stage
-
-    place = stage.Place(out, **how)
-    url = stage.run_model(
-        model, files or (), place, asked, image_size=image_size, download=download
+    url = functions.export_to(
+        run_dir,
+        model=model,
+        files=files or (),
+        out=out,
+        kind=kind,
+        encoding=encoding,
+        k=k,
+        views=views,
+        teacher=teacher,
+        overrides=overrides or (),
+        image_size=image_size,
+        download=download,
+        overwrite=overwrite,
+        repair=repair,
+        shard_mb=shard_mb,
+        part=part,
+        license=license,
+        force=force,
     )
-    print(url)
+    if url is not None:
+        print(url)
 
 
 @command("Train", "phase-b")
@@ -292,23 +283,23 @@ def train(
     Example: `gaupipe train --data photos --student xsa --epochs 30`
     """
     overrides = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
-    overrides = with_model(overrides, "model.name", model, download)
-    from gaupipe.settings.load import check_plain
-
-    check_plain(names_of_settings(overrides))
-    settings, folder = read_settings(config, overrides, run_dir, data, student, plain=True)
-    attention = student or settings.model.attention
-    trained = RunDirectory(folder).student(attention, distilled=False)
-    RunDirectory(folder).check_place()
-    with starts("training", settings, trained, attention):
-        from stages import train as stage
-
-    metrics = stage.run(settings, folder, attention, resume=resume)
-    say_other_epoch(folder, attention, distilled=False)
-    say_if_overfitted(metrics, settings)
-    named = ["--run-dir", folder, "--student", attention]
+    trained = functions.train(
+        config,
+        data=data,
+        model=model,
+        student=student,
+        run_dir=run_dir,
+        resume=resume,
+        download=download,
+        overrides=overrides,
+    )
+    attention = trained.folder.name
+    run_directory = RunDirectory(trained.folder.parents[1])
+    say_other_epoch(run_directory.path, attention, distilled=False)
+    say_if_overfitted(trained.metrics, trained.settings)
+    named = ["--run-dir", run_directory.path, "--student", attention]
     evaluation = ["evaluate", *named]
-    if RunDirectory(folder).is_distilled(attention):  # phase B has one of this name, too
+    if run_directory.is_distilled(attention):  # phase B has one of this name, too
         evaluation.append("--plain")
     say_next(evaluation, ["view", *named])
-    print(trained / "student")
+    print(trained.folder / "student")

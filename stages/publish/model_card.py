@@ -9,7 +9,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from gaupipe import __version__
 from gaupipe.attention import ATTENTION
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData
@@ -17,6 +16,7 @@ from gaupipe.settings import Settings
 from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.files import utf8
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics, total_seconds
+from gaupipe.system.version import __version__
 from gaupipe.vit.fine_tuning import fine_tunes
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.runs import kept_epochs

@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import DatasetCard, DatasetCardData
 
 import store
-from gaupipe import __version__
+from gaupipe.system.version import __version__
 from gaupipe.teachers.notes import StoreNotes
 from stages.publish.model_card import code, named_teacher
 

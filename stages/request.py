@@ -12,7 +12,7 @@ from gaupipe.settings.places import check_data, check_model
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import distributed, terminal
 from gaupipe.system.errors import UserError
-from stages.cli.hints import begins, say
+from stages.begin import begins, say
 from stages.runs.directory import RunDirectory, folder_for, last_used
 
 

@@ -1,0 +1,250 @@
+"""Commands as functions: ``gaupipe.train``, ``gaupipe.run`` and ``gaupipe.export``. Commands parse
+their options and call these, so both do the same. Mistakes raise UserError, and results have
+types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gaupipe.settings import Settings
+from gaupipe.settings.load import check_plain
+from gaupipe.settings.places import check_images, check_model
+from gaupipe.system.errors import UserError
+from gaupipe.system.progress import EpochMetrics
+from stages.begin import begins, starts
+from stages.request import (
+    find_run,
+    names_model,
+    names_of_settings,
+    read_settings,
+    with_model,
+    with_unlabelled,
+)
+from stages.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import VisionTransformer
+
+    import store
+    from stages.open_run import Run
+    from stages.run import Line
+
+SHORT = {
+    "epochs": "train.epochs",
+    "lr": "train.optim.lr",
+    "batch_size": "data.batch_size",
+}
+"""Keywords for the settings that change most often."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A ViT that was trained.
+
+    folder    of the training, with ``student/`` for timm
+    metrics   a line for each epoch
+    settings  that it was trained with
+    """
+
+    folder: Path
+    metrics: list[EpochMetrics]
+    settings: Settings
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the validation images, of the epoch that is kept."""
+        from stages.runs import kept_epochs
+
+        return self.metrics[kept_epochs.entry(self.folder)["epoch"] - 1]["val_acc"]
+
+    @cached_property
+    def student(self) -> VisionTransformer:
+        """The ViT in eval mode, on the CPU."""
+        from gaupipe.vit.pretrained import load_model
+
+        model: Any = load_model(str(self.folder))
+        return model
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run of all stages.
+
+    folder    of the run
+    lines     of the table that the command prints: teacher, student and plain ViT
+    student   the ViT that learned from the teacher
+    plain     the same ViT, trained on the labels alone; None where the settings train none
+    """
+
+    folder: Path
+    lines: list[Line]
+    student: Trained
+    plain: Trained | None
+
+    @property
+    def run(self) -> Run:
+        """Its images, maps and metrics."""
+        from stages.open_run import Run
+
+        return Run(self.folder)
+
+
+def train(
+    config: str | None = None,
+    *,
+    data: str | Path | None = None,
+    model: str | None = None,
+    student: str | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    download: bool = False,
+    overrides: Sequence[str] = (),
+    **settings: Any,
+) -> Trained:
+    """Trains a ViT on the labels alone, as ``gaupipe train`` does.
+
+    config      a YAML file, or the name of a shipped configuration
+    data        a folder of images in place of it; the settings are chosen from the images
+    model       weights to fine-tune: a timm name, or ``local-dir:FOLDER``
+    student     its attention
+    run_dir     the run's folder
+    resume      continues from the last checkpoint
+    download    fetches published weights that are not on this machine
+    overrides   settings as ``--set`` takes them
+    settings    others, by their names, such as ``seed=1`` and ``**{"train.optim.lr": 1e-3}``, or
+                :data:`SHORT` ones
+
+    Raises UserError before anything is written.
+    """
+    asked = with_model([*overrides, *as_overrides(settings)], "model.name", model, download)
+    check_plain(names_of_settings(asked))
+    chosen, folder = read_settings(
+        config, asked, as_path(run_dir), as_path(data), student, plain=True
+    )
+    attention = student or chosen.model.attention
+    directory = RunDirectory(folder)
+    directory.check_place()
+    trained = directory.student(attention, distilled=False)
+    with starts("training", chosen, trained, attention):
+        from stages import train as stage
+    return Trained(trained, stage.run(chosen, folder, attention, resume=resume), chosen)
+
+
+def run(
+    config: str | None = None,
+    *,
+    data: str | Path | None = None,
+    unlabelled: str | None = None,
+    teacher: str | None = None,
+    student: str | None = None,
+    run_dir: str | Path | None = None,
+    download: bool = False,
+    overrides: Sequence[str] = (),
+    **settings: Any,
+) -> Ran:
+    """Trains teacher, student and plain ViT, as ``gaupipe run`` does; stages that have finished are
+    not run again. ``unlabelled`` and ``teacher`` are the options of these names, the rest is as in
+    :func:`train`. Raises UserError."""
+    asked = with_model([*overrides, *as_overrides(settings)], "phase_a.teacher", teacher, download)
+    asked = with_unlabelled(asked, unlabelled)
+    chosen, folder = read_settings(config, asked, as_path(run_dir), as_path(data), student, teacher)
+    directory = RunDirectory(folder)
+    directory.check_place()
+    with starts("all stages", chosen, folder, student):
+        from stages import run as stage
+        from stages.open_run import Run
+    lines = stage.run(chosen, folder, student)
+    attention = student or chosen.model.attention
+    ran = {}
+    for distilled in (True, False):
+        trained = directory.student(attention, distilled)
+        if trained.exists():
+            metrics = Run(folder).metrics(attention, plain=not distilled)
+            ran[distilled] = Trained(trained, metrics, chosen)
+    return Ran(folder, lines, ran[True], ran.get(False))
+
+
+def export(
+    run_dir: str | Path | None = None,
+    *,
+    model: str | None = None,
+    images: Sequence[str | Path] = (),
+    out: str | Path | None = None,
+    **options: Any,
+) -> store.Store | None:
+    """Writes the maps and predictions of a run's teacher, or those of a ``model`` for ``images``,
+    as ``gaupipe export-maps`` does, and opens the store; None for a teacher without one.
+    ``options`` are those of :func:`export_to`. Raises UserError and StoreError."""
+    files = [Path(path) for path in images]
+    where = None if out is None else str(out)
+    url = export_to(as_path(run_dir), model=model, files=files, out=where, **options)
+    if url is None:
+        return None
+    import store
+
+    return store.open(url, allow_incomplete=True)  # where it was written in parts
+
+
+def export_to(
+    run_dir: Path | None = None,
+    *,
+    model: str | None = None,
+    files: Sequence[Path] = (),
+    out: str | None = None,
+    kind: str | None = None,
+    encoding: str | None = None,
+    k: int | None = None,
+    views: int | None = None,
+    teacher: str | None = None,
+    overrides: Sequence[str] = (),
+    image_size: int | None = None,
+    download: bool = False,
+    **how: Any,
+) -> str | None:
+    """As :func:`export`, but returns the path or URL of the store. ``how`` are fields of
+    :class:`stages.export.Place`, such as ``overwrite``; the others are options of the command."""
+    asked = {"kind": kind, "encoding": encoding, "k": k}
+    if not names_model(model, list(files), image_size) or model is None:
+        run_dir = find_run(run_dir)
+        if out:
+            check_model(teacher)
+        with begins(f"export: the teacher of {run_dir}"):
+            from stages import export as stage
+
+        place = stage.Place(out or str(RunDirectory(run_dir).maps), **how)
+        asked |= {"views": views}
+        return stage.run(
+            stage.ExportRequest(run_dir, place, asked, teacher, list(overrides), download)
+        )
+    run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+    for name in (name for name, value in run_options.items() if value):
+        raise UserError(f"--{name}: belongs to a run: leave it out with --model")
+    if out is None:
+        raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+    check_images(files)
+    check_model(model)
+    with begins(f"export: {model}, into {out}"):
+        from stages import export as stage
+
+    place = stage.Place(out, **how)
+    return stage.run_model(model, files, place, asked, image_size=image_size, download=download)
+
+
+def as_path(place: str | Path | None) -> Path | None:
+    return None if place is None else Path(place)
+
+
+def as_overrides(settings: dict[str, Any]) -> list[str]:
+    """Keywords as ``a.b=value``. Raises UserError for a setting that is named twice."""
+    overrides: dict[str, str] = {}
+    for keyword, value in settings.items():
+        name = SHORT.get(keyword, keyword)
+        if name in overrides:
+            raise UserError(f"{keyword}: is {name}, which is given too: give one")
+        overrides[name] = json.dumps(value, default=str)
+    return [f"{name}={value}" for name, value in overrides.items()]
