@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gaupipe.system import distributed, terminal
 from gaupipe.system.errors import UserError, one_line
+from gaupipe.system.messages import LOG
 
 WAITS = "gaupipe: imports torch, which takes some seconds"
 
@@ -31,10 +31,8 @@ def importing() -> Iterator[None]:
 
 
 def say(line: str, command: Sequence[Any] = ()) -> None:
-    """A line of rank 0 on stderr; a ``command`` that ends it can be copied from a terminal."""
-    if distributed.launch().rank == 0:
-        words = [str(word) for word in command]
-        terminal.say(f"gaupipe: {line}", words)
+    """A message; a ``command`` that ends it can be copied from a terminal."""
+    LOG.info(f"gaupipe: {line}", extra={"command": [str(word) for word in command]})
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ class Ran:
     folder    of the run
     lines     of the table that the command prints: teacher, student and plain ViT
     student   the ViT that learned from the teacher
-    plain     the same ViT, trained on the labels alone; None where the settings train none
+    plain     the same ViT, trained on the labels alone; None without a ``baseline``
     """
 
     folder: Path
@@ -144,12 +144,13 @@ def run(
     student: str | None = None,
     run_dir: str | Path | None = None,
     download: bool = False,
+    baseline: bool = True,
     overrides: Sequence[str] = (),
     **settings: Any,
 ) -> Ran:
     """Trains teacher, student and plain ViT, as ``gaupipe run`` does; stages that have finished are
-    not run again. ``unlabelled`` and ``teacher`` are the options of these names, the rest is as in
-    :func:`train`. Raises UserError."""
+    not run again. ``unlabelled``, ``teacher`` and ``baseline`` are the options of these names, the
+    rest is as in :func:`train`. Raises UserError."""
     asked = with_model([*overrides, *as_overrides(settings)], "phase_a.teacher", teacher, download)
     asked = with_unlabelled(asked, unlabelled)
     chosen, folder = read_settings(config, asked, as_path(run_dir), as_path(data), student, teacher)
@@ -158,15 +159,16 @@ def run(
     with starts("all stages", chosen, folder, student):
         from stages import run as stage
         from stages.open_run import Run
-    lines = stage.run(chosen, folder, student)
+    lines = stage.run(chosen, folder, student, baseline=baseline)
     attention = student or chosen.model.attention
-    ran = {}
-    for distilled in (True, False):
-        trained = directory.student(attention, distilled)
-        if trained.exists():
-            metrics = Run(folder).metrics(attention, plain=not distilled)
-            ran[distilled] = Trained(trained, metrics, chosen)
-    return Ran(folder, lines, ran[True], ran.get(False))
+    opened = Run(folder)
+
+    def trained(distilled: bool) -> Trained:
+        metrics = opened.metrics(attention, plain=not distilled)
+        return Trained(directory.student(attention, distilled), metrics, chosen)
+
+    plain = trained(distilled=False) if baseline else None
+    return Ran(folder, lines, trained(distilled=True), plain)
 
 
 def export(

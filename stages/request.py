@@ -10,8 +10,9 @@ from typing import Any
 
 from gaupipe.settings.places import check_data, check_model
 from gaupipe.settings.sections import LOCAL
-from gaupipe.system import distributed, terminal
+from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
+from gaupipe.system.messages import LOG
 from stages.begin import begins, say
 from stages.runs.directory import RunDirectory, folder_for, last_used
 
@@ -210,10 +211,10 @@ def say_choices(lines: list[str]) -> None:
     for line in lines:
         setting = re.match(r"  \S+  +", line)
         if line.startswith("  gaupipe "):
-            terminal.say("", shlex.split(line))
+            LOG.info("", extra={"command": shlex.split(line)})
         else:
             indent = len(setting[0]) if setting else 2
-            terminal.say(line, indent=indent)
+            LOG.info(line, extra={"indent": indent})
 
 
 def parse_list(option: str, text: str, kind: Any) -> list[Any]:

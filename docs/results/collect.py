@@ -35,6 +35,12 @@ A table of ratios has what benchmarks measured, each in one run or two:
     <!-- ratios benchmarks.json set=None -->
     <!-- /ratios -->
 
+A table of ways has a line for each data set: what a linear probe and an SVM say of some of its
+images, and how a training from random weights and one from pretrained weights ended:
+
+    <!-- ways which_way.json -->
+    <!-- /ways -->
+
 A table of losses is of the trainings of ``examples/language_model.py``, whose ``val`` is no
 accuracy, and is subtracted from that of standard attention:
 
@@ -72,7 +78,7 @@ from stages.compare.measures import (
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
 TABLE = re.compile(
-    r"(<!-- (?P<kind>table|pairs|passages|ratios|losses)"
+    r"(<!-- (?P<kind>table|pairs|passages|ratios|ways|losses)"
     r" (?P<file>\S+)(?P<words>.*?) -->\n)"
     r".*?(<!-- /(?P=kind) -->)",
     re.DOTALL,
@@ -155,6 +161,32 @@ def table_of_ratios(groups: list[dict[str, Any]]) -> str:
 def ratio(value: float) -> str:
     """With two digits behind the point, which a ratio of 10 or more does not need."""
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def table_of_ways(trainings: list[Training]) -> str:
+    """Markdown table of data sets: the advice of ``gaupipe plan --model``, and which training won.
+    Both trainings have a ``test`` accuracy, or both are compared by ``val``."""
+    columns = ["images", "probe", "SVM", "advice", "random weights", "pretrained", "right"]
+    lines = [f"| photos of | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    by_data: dict[str, dict[str, Training]] = {}
+    for training in trainings:
+        by_data.setdefault(training["data"], {})[training["name"]] = training
+    for data, rows in by_data.items():
+        probe = rows["linear probe, 200 images"]["val"]
+        svm = rows["SVM on gradients, 200 images"]["val"]
+        small = rows.get("from random weights")
+        tuned = rows.get("pretrained")
+        advice = "pretrained" if probe > svm else "random weights"
+        ended = ["", "", "not trained"]
+        if small and tuned:
+            score = "test" if "test" in small and "test" in tuned else "val"
+            winner = "pretrained" if tuned[score] > small[score] else "random weights"
+            right = "yes" if winner == advice else "no"
+            ended = [f"{100 * small[score]:.1f}", f"{100 * tuned[score]:.1f}", right]
+        images = rows["linear probe, 200 images"]["images"]
+        said = [f"{images:,}", f"{100 * probe:.1f}", f"{100 * svm:.1f}", advice]
+        lines.append(f"| {' | '.join([data, *said, *ended])} |")
+    return "\n".join(lines)
 
 
 def table_of_losses(trainings: list[Training]) -> str:
@@ -364,6 +396,7 @@ DRAWERS: dict[str, Callable[..., str]] = {
     "pairs": table_of_pairs,
     "passages": table_of_passages,
     "ratios": table_of_ratios,
+    "ways": table_of_ways,
     "losses": table_of_losses,
 }
 

@@ -14,6 +14,9 @@ from gaupipe.system.terminal import wrap
 
 LOG = logging.getLogger("gaupipe")
 
+WRAP_OPTIONS = ("command", "indent")
+"""Keys of ``extra`` in a message: what :func:`~gaupipe.system.terminal.wrap` takes beside it."""
+
 
 @functools.cache
 def shared_console() -> Console:
@@ -28,7 +31,8 @@ class ShowOnConsole(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if distributed.launch().rank == 0:
             console = shared_console()
-            line = wrap(record.getMessage(), console.file)
+            how = {name: value for name, value in vars(record).items() if name in WRAP_OPTIONS}
+            line = wrap(record.getMessage(), console.file, **how)
             console.print(line, soft_wrap=True)
 
 
