@@ -1,6 +1,8 @@
-"""Trains a small GPT on the characters of a text, once with each of gaupipe's attentions.
+"""Trains a small GPT on the characters of a text, or a small Llama, once with each of gaupipe's
+attentions.
 
     python examples/language_model.py tinyshakespeare.txt --seeds 0 1 2 --out runs/language
+    python examples/language_model.py tinyshakespeare.txt --model llama --out runs/llama
 
 The attentions take turns, step by step, on the same batches: so their times compare although the
 machine does other things as well. All models have as many parameters as the one with standard
@@ -20,6 +22,8 @@ import time
 from pathlib import Path
 
 import torch
+from timm.layers import RmsNorm, SwiGLU
+from timm.layers.pos_embed_sincos import apply_rot_embed
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -44,25 +48,21 @@ ATTENTIONS = {
 }
 
 
-class GPT(nn.Module):
-    """GPT-2 as nanoGPT has it, made of timm's blocks."""
+class Decoder(nn.Module):
+    """What GPT and Llama have in common, made of timm's blocks."""
 
     def __init__(self, attention, options, vocabulary, context, layers, heads, width):
         super().__init__()
         attn_layer = bind_options(attention_class(attention), options)
         standard = attention_class("standard")(width, heads)
         extra = count_parameters(attn_layer(width, heads)) - count_parameters(standard)
-        hidden = 4 * width - round(extra / (2 * width + 1))  # a unit has 2 d weights and a bias
+        hidden = self.hidden_units(width, extra)
+        block = dict(mlp_ratio=(hidden + 0.5) / width)  # timm takes int(d * mlp_ratio)
+        block |= dict(attn_layer=attn_layer, norm_layer=self.norm_layer, **self.block)
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
-        block = dict(
-            mlp_ratio=(hidden + 0.5) / width,  # timm takes int(d * mlp_ratio)
-            qkv_bias=True,
-            act_layer=lambda: nn.GELU(approximate="tanh"),
-            attn_layer=attn_layer,
-        )
         self.blocks = nn.ModuleList(Block(width, heads, **block) for _layer in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.norm = self.norm_layer(width)
+        self.add_positions(context, width, width // heads)
         for name, weight in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(weight)
@@ -72,14 +72,66 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [B, T, vocabulary] of the character after each of x, int64 [B, T]."""
-        places = torch.arange(x.shape[1], device=x.device)
-        x = self.tokens(x) + self.positions(places)  # [B, T, d]
+        x = self.embed(x)  # [B, T, d]
         for block in self.blocks:
             x = block(x, is_causal=True)
         return self.norm(x) @ self.tokens.weight.mT
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+
+class GPT(Decoder):
+    """GPT-2 as nanoGPT has it."""
+
+    norm_layer = nn.LayerNorm
+    block = dict(qkv_bias=True, act_layer=lambda: nn.GELU(approximate="tanh"))
+
+    def hidden_units(self, width, extra):
+        return 4 * width - round(extra / (2 * width + 1))  # a unit has 2 d weights and a bias
+
+    def add_positions(self, context, width, head_width):
+        self.positions = nn.Embedding(context, width)
+
+    def embed(self, x):
+        return self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+
+
+class Llama(Decoder):
+    """Llama: root mean squares, SwiGLU, positions that rotate queries and keys, no biases; the
+    output matrix is that of the characters, as in its small models."""
+
+    norm_layer = RmsNorm
+    block = dict(proj_bias=False, mlp_layer=SwiGLU, act_layer=nn.SiLU)
+
+    def hidden_units(self, width, extra):
+        return round(8 * width / 3) - round(extra / (3 * width))  # a unit has 3 d weights
+
+    def add_positions(self, context, width, head_width):
+        rotary = Rotary(context, head_width)
+        for block in self.blocks:  # every attention has these steps, and no norm there
+            block.attn.q_norm = rotary
+            block.attn.k_norm = rotary
+
+    def embed(self, x):
+        return self.tokens(x)
+
+
+class Rotary(nn.Module):
+    """Rotates queries or keys [B, H, T, d_m] by their places."""
+
+    def __init__(self, context, head_width):
+        super().__init__()
+        rates = 10_000 ** -(torch.arange(0, head_width, 2) / head_width)
+        angles = torch.outer(torch.arange(context), rates).repeat(1, 2)  # [context, d_m]
+        self.register_buffer("angles", angles, persistent=False)
+
+    def forward(self, x):
+        angles = self.angles[: x.shape[2]]
+        return apply_rot_embed(x, angles.sin(), angles.cos(), half=True)
+
+
+MODELS = {"gpt": GPT, "llama": Llama}
 
 
 def read(path):
@@ -145,7 +197,7 @@ def train(seed, args):
     models = {}
     for name, (attention, options) in ATTENTIONS.items():
         torch.manual_seed(seed)
-        models[name] = GPT(attention, options, *sizes)
+        models[name] = MODELS[args.model](attention, options, *sizes)
     optimizers = {name: optimizer_of(model, args) for name, model in models.items()}
     seconds = {name: [] for name in models}
     losses = {name: [] for name in models}
@@ -174,6 +226,7 @@ def train(seed, args):
             command=f"{args.command} --seeds {seed}",
             commit=args.commit,
             data=args.text.stem,
+            model=args.model,
             images=len(training),  # characters
             epochs=characters / len(training),
             seed=seed,
@@ -192,6 +245,7 @@ def train(seed, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path, help="a text file")
+    parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/language"))
     numbers = dict(layers=4, heads=4, width=64, context=64, batch=16, steps=800)
@@ -200,7 +254,7 @@ def main():
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    settings = {name: getattr(args, name) for name in (*numbers, "lr")}
+    settings = {name: getattr(args, name) for name in ("model", *numbers, "lr")}
     changed = [
         f" --{name} {settings[name]}"
         for name in settings

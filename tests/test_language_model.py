@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import gaupipe.transformers  # noqa: F401  (transformers learns the attentions)
 
@@ -34,6 +34,14 @@ def language_model(tmp_path, example):
 
     train.module = module
     return train
+
+
+def test_a_llama_is_trained_at_equal_parameters(language_model):
+    trainings = language_model("--model", "llama")
+    sizes = [training["parameters"] for training in trainings]
+    assert max(sizes) - min(sizes) <= 3 * 16  # a unit of the only FFN
+    assert {training["model"] for training in trainings} == {"llama"}
+    assert " --model llama" in trainings[0]["command"]
 
 
 def test_every_attention_is_trained_at_equal_parameters_and_not_again(language_model, capsys):
@@ -74,29 +82,37 @@ def test_a_text_that_is_too_short_is_said_in_one_line(language_model, tmp_path, 
     )
 
 
-def built(module, name):
+def built(module, name, model="gpt"):
     torch.manual_seed(0)
     attention, options = module.ATTENTIONS[name]
-    model = module.GPT(attention, options, **SIZES).eval()
+    model = module.MODELS[model](attention, options, **SIZES).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
 
 
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
 @torch.no_grad()
-def test_no_attention_sees_a_later_character(example):
+def test_no_attention_sees_a_later_character(example, kind):
     module, _run = example("language_model")
     text = torch.arange(8)[None] % 11
     later = text.clone()
     later[:, 5:] = 9
     for name in module.ATTENTIONS:
-        model = built(module, name)
+        model = built(module, name, kind)
         same, other = model(text), model(later)
         torch.testing.assert_close(same[:, :5], other[:, :5])
         assert not torch.allclose(same[:, 5:], other[:, 5:])
 
 
-@pytest.mark.parametrize(
+def of_transformers(model, config, implementation):
+    config._attn_implementation = implementation
+    theirs = model(config).eval()
+    theirs.set_attn_implementation(implementation)
+    return theirs
+
+
+AS_IN_TRANSFORMERS = pytest.mark.parametrize(
     "name, implementation, options",
     [
         ("standard", "sdpa", None),
@@ -106,6 +122,47 @@ def test_no_attention_sees_a_later_character(example):
         ("attentionx, masked diagonal", "gau_attentionx", {"gamma": 1.0, "mask_diagonal": True}),
     ],
 )
+
+
+@AS_IN_TRANSFORMERS
+@torch.no_grad()
+def test_llama_of_transformers_has_the_same_outputs_with_the_same_weights(
+    example, name, implementation, options
+):
+    module, _run = example("language_model")
+    ours = built(module, name, "llama")
+    config = LlamaConfig(
+        vocab_size=11,
+        max_position_embeddings=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        hidden_size=16,
+        intermediate_size=ours.blocks[0].mlp.fc2.in_features,
+        tie_word_embeddings=True,
+        gau_options=options,
+    )
+    theirs = of_transformers(LlamaForCausalLM, config, implementation)
+    body = theirs.model
+    pairs = [(body.embed_tokens, ours.tokens.weight), (body.norm, ours.norm.weight)]
+    for block, mine in zip(body.layers, ours.blocks, strict=True):
+        attention, mlp = block.self_attn, block.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        pairs += zip(projections, mine.attn.qkv.weight.chunk(3), strict=True)
+        pairs += [
+            (attention.o_proj, mine.attn.proj.weight),
+            (mlp.gate_proj, mine.mlp.fc1_g.weight),
+            (mlp.up_proj, mine.mlp.fc1_x.weight),
+            (mlp.down_proj, mine.mlp.fc2.weight),
+            (block.input_layernorm, mine.norm1.weight),
+            (block.post_attention_layernorm, mine.norm2.weight),
+        ]
+    for other, weight in pairs:
+        other.weight.copy_(weight)
+    text = torch.randint(11, (3, 8))
+    torch.testing.assert_close(theirs(text).logits, ours(text), rtol=1e-4, atol=1e-4)
+
+
+@AS_IN_TRANSFORMERS
 @torch.no_grad()
 def test_gpt2_of_transformers_has_the_same_outputs_with_the_same_weights(
     example, name, implementation, options
@@ -122,9 +179,7 @@ def test_gpt2_of_transformers_has_the_same_outputs_with_the_same_weights(
         layer_norm_epsilon=1e-6,  # timm's
         gau_options=options,
     )
-    config._attn_implementation = implementation
-    theirs = GPT2LMHeadModel(config).eval()
-    theirs.set_attn_implementation(implementation)
+    theirs = of_transformers(GPT2LMHeadModel, config, implementation)
     body = theirs.transformer
     body.wte.weight.copy_(ours.tokens.weight)
     body.wpe.weight.copy_(ours.positions.weight)

@@ -23,7 +23,7 @@ from stages.compare.trainings import digest
 from stages.plan import random_data
 
 PLAIN = ("attentions", "attentionx_gamma", "baselines", "belief2_signals", "belief2_tables")
-PLAIN += ("beliefformer_concat", "labels")
+PLAIN += ("beliefformer_concat", "labels", "mimetic")
 """Sweeps that train no teacher."""
 
 
