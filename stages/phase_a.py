@@ -60,7 +60,10 @@ def run(
         check_unchanged(teacher, run)
     state = teacher.training_state()
     with open_teacher(run, settings, data, resume, state) as finished:
-        teacher.train(state, run.phase_a, finished)
+        if state is not None:
+            teacher.train(state, run.phase_a)
+        elif not finished:
+            teacher.prepare(run.phase_a)
         if not finished:
             sha256 = teacher.sha256  # of the images of all ranks
             if sha256 is not None and distributed.is_main():

@@ -17,7 +17,7 @@ from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import check_export
 from gaupipe.settings import ExportSettings
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.base import Teacher
+from gaupipe.teachers.base import MapsWanted, Teacher
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from store.encoding import LARGEST_MEAN, MEAN_STEP
 
@@ -103,9 +103,6 @@ def make_schema(
         precision=export.precision,
         pooled_from=None if export.grid is None else list(teacher.shape.grid),
     )
-    embedding_dim = None
-    if kind == "embedding":
-        embedding_dim = teacher.network.decoder.embedding
     return store.Schema(
         **(teacher.shape.in_store(export) if has_maps else {}),
         kind=kind,
@@ -118,7 +115,7 @@ def make_schema(
         dataset_sha256=images.sha256,
         teacher_sha256=sha256 or str(teacher.sha256),
         parametrisation=teacher.settings.phase_a.parametrisation,
-        embedding_dim=embedding_dim,
+        embedding_dim=teacher.embedding if kind == "embedding" else None,
         features_dim=teacher.features if export.features else None,
         prefix_tokens=teacher.kept_prefix if has_maps else 0,
         labelled=images.labelled and notes.files is None,
@@ -156,23 +153,17 @@ def outputs(
     else:
         # as the store says: in a comparison the teacher itself may have been trained without views
         loaded = batches.views(entries, notes.views.augmentation(), schema.views)
-    grid = None
-    if notes.pooled_from is not None:
-        grid = schema.maps.grid
+    wanted = None
+    if schema.has_maps:
+        grid = None if notes.pooled_from is None else schema.maps.grid
+        wanted = MapsWanted(notes.layers, grid)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
         image_ids = None
         if schema.labelled:  # a teacher may know the training images
             image_ids = batch.ids // schema.views
         with torch.autocast(teacher.device.type, dtype, enabled=dtype != torch.float32):
-            made = teacher.outputs(
-                batch,
-                generator,
-                image_ids=image_ids,
-                layers=notes.layers,
-                grid=grid,
-                with_maps=schema.has_maps,
-            )
+            made = teacher.outputs(batch, generator, image_ids, wanted)
         with torch.no_grad():
             stored = torch.float32 if schema.encoding == "uint8" else torch.float16
             named = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, stored)

@@ -83,6 +83,16 @@ class Attention(Protocol):
         """[B, L, H, T, T], rounded to ``dtype``."""
 
 
+@dataclass(frozen=True)
+class MapsWanted:
+    """The attention that an export wants of a teacher."""
+
+    layers: Sequence[int] | None = None
+    """Its blocks; None for all."""
+    grid: tuple[int, int] | None = None
+    """(h, w), a coarser one than the teacher's; None is the teacher's."""
+
+
 @dataclass
 class Outputs:
     """What a teacher makes of a batch."""
@@ -147,10 +157,14 @@ class Teacher:
         is not trained in epochs."""
         return None
 
-    def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
-        """Phase A: goes on from ``state``, and leaves ``metrics.jsonl`` in the ``folder``; of a
-        teacher that is not trained one line, of epoch 0 and without accuracies. Collective.
-        ``finished`` says that phase A had finished before."""
+    def train(self, state: TrainingState[Any], folder: Path) -> None:
+        """Phase A of a teacher that is trained in epochs: goes on from ``state``, and leaves
+        ``metrics.jsonl`` in the ``folder``. Collective."""
+        raise NotImplementedError
+
+    def prepare(self, folder: Path) -> None:
+        """Phase A of any other teacher: leaves a ``metrics.jsonl`` of one line in the ``folder``,
+        of epoch 0, and here without accuracies. Collective."""
         if distributed.is_main():
             folder.mkdir(exist_ok=True)
             write_whole(folder / "metrics.jsonl", json.dumps(metrics_of_no_epoch()) + "\n")
@@ -230,19 +244,14 @@ class Teacher:
         self,
         batch: Batch,
         generator: torch.Generator,
-        *,
-        image_ids: Tensor | None,
-        layers: Sequence[int] | None = None,
-        grid: tuple[int, int] | None = None,
-        with_maps: bool = True,
+        image_ids: Tensor | None = None,
+        maps: MapsWanted | None = None,
     ) -> Outputs:
         """What an export stores of a batch of :meth:`batches`.
 
         generator   for draws
         image_ids   [B] of training images; None for a batch of others
-        layers      the blocks of which attention is wanted, None for all
-        grid        (h, w), a coarser one than the teacher's; None is the teacher's
-        with_maps   False leaves the attention out
+        maps        which attention is wanted; None leaves it out
         """
         raise NotImplementedError
 
@@ -277,6 +286,11 @@ class Teacher:
     @property
     def features(self) -> int | None:
         """The number D of its pooled features; None of a teacher without such."""
+        return None
+
+    @property
+    def embedding(self) -> int | None:
+        """The numbers E of an image's embedding in a block; None of a teacher without such."""
         return None
 
     @property

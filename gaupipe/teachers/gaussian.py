@@ -6,7 +6,7 @@ Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
 from gaupipe.system.device import choose_precision, select_device
-from gaupipe.teachers.base import Outputs, Teacher, ending, identity
+from gaupipe.teachers.base import MapsWanted, Outputs, Teacher, ending, identity
 from gaupipe.teachers.gaussian_vit import GaussianViT
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.teachers.notes import StoreNotes
@@ -106,11 +106,16 @@ class GaussianTeacher(Teacher):
         return cls(settings, data, device, network.to(device), per_image)
 
     @property
+    def embedding(self) -> int | None:
+        decoder = self.network.decoder
+        return None if decoder is None else decoder.embedding
+
+    @property
     def forms(self) -> frozenset[str]:  # type: ignore[override]  # by its settings
         forms = {"maps", "gaussians"}
         if self.settings.phase_a.per_image == "none":
             forms.add("prior")
-        if self.network.decoder is not None:
+        if self.embedding is not None:
             forms.add("embeddings")
         return frozenset(forms)
 
@@ -122,12 +127,10 @@ class GaussianTeacher(Teacher):
         self,
         batch: Batch,
         generator: torch.Generator,
-        *,
-        image_ids: Tensor | None,
-        layers: Sequence[int] | None = None,
-        grid: tuple[int, int] | None = None,
-        with_maps: bool = True,
+        image_ids: Tensor | None = None,
+        maps: MapsWanted | None = None,
     ) -> Outputs:
+        """As :meth:`Teacher.outputs`; the attention costs nothing, and is always there."""
         parameters = None
         if image_ids is not None:
             parameters = self.parameters(image_ids)
@@ -139,8 +142,7 @@ class GaussianTeacher(Teacher):
 
     def notes(self) -> StoreNotes:
         passes = self.network.passes or 1
-        mode = self.settings.phase_a.mode
-        return StoreNotes(mode=mode, label_passes=passes, data=self.noted_data())
+        return replace(super().notes(), mode=self.settings.phase_a.mode, label_passes=passes)
 
     def weights(self) -> dict[str, Tensor]:
         return self.network.weights()
@@ -188,11 +190,8 @@ class GaussianTeacher(Teacher):
 
         return forward
 
-    def train(
-        self, state: TrainingState[GaussianViT] | None, folder: Path, finished: bool = False
-    ) -> None:
+    def train(self, state: TrainingState[GaussianViT], folder: Path) -> None:
         """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""
-        assert state is not None
         settings = self.settings
         phase = settings.phase_a
         data = self.data

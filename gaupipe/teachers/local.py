@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -22,9 +21,8 @@ from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
-from gaupipe.teachers.base import MapShape, Outputs, Teacher
+from gaupipe.teachers.base import MapShape, MapsWanted, Outputs, Teacher
 from gaupipe.teachers.notes import StoreNotes
-from gaupipe.training.state import TrainingState
 
 
 class LocalMaps(StoredGaussians):
@@ -95,12 +93,18 @@ class LocalTeacher(Teacher):
     def describe(self) -> str:
         return describe(self.settings.phase_a)
 
-    def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
-        """Trains nothing, and says what the teacher is."""
-        super().train(state, folder, finished)
+    def prepare(self, folder: Path) -> None:
+        """As :meth:`Teacher.prepare`, and says what becomes of it."""
+        super().prepare(folder)
         LOG.info("phase A: local needs no training, and phase B makes its maps")
 
-    def outputs(self, batch: Batch, generator: torch.Generator, **options: Any) -> Outputs:
+    def outputs(
+        self,
+        batch: Batch,
+        generator: torch.Generator,
+        image_ids: Tensor | None = None,
+        maps: MapsWanted | None = None,
+    ) -> Outputs:
         raise NotImplementedError("phase B makes the maps of local")
 
     def notes(self) -> StoreNotes:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +22,11 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers.base import Outputs, Teacher, metrics_of_no_epoch
+from gaupipe.teachers.base import MapsWanted, Outputs, Teacher, metrics_of_no_epoch
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.teachers.probe import Probe, check_probe, fit_probe, load_probe
-from gaupipe.teachers.readable_vit import PROBE_INSTEAD
+from gaupipe.teachers.readable_vit import PROBE_INSTEAD, PredictingModel
 from gaupipe.training.scores import score_model
-from gaupipe.training.state import TrainingState
 from gaupipe.vit.inputs import SETTING, as_taken
 
 SAMPLE = 200
@@ -48,7 +45,7 @@ class ModelTeacher(Teacher):
     """A trained model on the data of a run. ``probe`` is None for one that predicts the classes
     itself, and for one whose predictions nobody asked for."""
 
-    network: Any  # a PredictingModel, or what becomes one
+    network: PredictingModel
     probe: Probe | None = None
 
     def begin(self, folder: Path) -> Teacher:
@@ -106,11 +103,8 @@ class ModelTeacher(Teacher):
         self,
         batch: Batch,
         generator: torch.Generator,
-        *,
-        image_ids: Tensor | None,
-        layers: Sequence[int] | None = None,
-        grid: tuple[int, int] | None = None,
-        with_maps: bool = True,
+        image_ids: Tensor | None = None,
+        maps: MapsWanted | None = None,
     ) -> Outputs:
         logits, features = self.network.predict(batch.images)
         return Outputs(self.probed(logits, features, image_ids), None, features)
@@ -138,11 +132,8 @@ class ModelTeacher(Teacher):
         if self.settings.phase_b.alpha and not self.network.predicts:
             check_probe(self.data)
 
-    def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
-        """Fits the probe, where one is needed, and scores the teacher once: one line of
-        metrics.jsonl, of epoch 0."""
-        if finished:
-            return
+    def prepare(self, folder: Path) -> None:
+        """Fits the probe, where one is needed, and scores the teacher once."""
         started = time.monotonic()
         began = time.process_time()
         self.prepare_export()

@@ -40,9 +40,9 @@ class StoreNotes:
     """The ``extra`` of a store's schema. What does not belong to a store is None there."""
 
     teacher: str | None = None
-    """The name of a trained ViT; None for a teacher with Gaussians."""
+    """``phase_a.teacher``; None in a store of another program, which does not say."""
     predicts: bool | None = None
-    """Whether a trained ViT, or a probe on its features, predicts the classes."""
+    """Whether it, or a probe on its features, predicts the classes."""
     probe: bool | None = None
     """Whether a probe does."""
     mode: str | None = None

@@ -28,8 +28,9 @@ from gaupipe.vit.saving import save_student
 
 @dataclass
 class TrainedOnLabels(ModelTeacher):
-    """A model of :meth:`model`, which phase A trains until a training accuracy is reached. Until it
-    has finished, ``network`` is this model itself."""
+    """A model of :meth:`model`, which phase A trains until a training accuracy is reached."""
+
+    network: Any  # the model itself, and a PredictingModel once it has been trained
 
     @classmethod
     def model(cls, settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
@@ -108,10 +109,9 @@ class TrainedOnLabels(ModelTeacher):
         model = self.model(self.settings, self.data).to(self.device).train()
         return lambda count: model(torch.zeros(count, *size, device=self.device))
 
-    def train(self, state: TrainingState[Any] | None, folder: Path, finished: bool) -> None:
+    def train(self, state: TrainingState[Any], folder: Path) -> None:
         """Epochs until the training accuracy is reached or ``most_epochs`` are done; then the model
         is saved as timm loads it."""
-        assert state is not None
         images = self.images_for_training
         train(self.training(), state, folder, "phase A")
         LOG.info(f"phase A: {ending(self.settings.phase_a, state.metrics)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import warn_once
-from gaupipe.teachers.base import Outputs, Teacher, outline
+from gaupipe.teachers.base import MapsWanted, Outputs, Teacher, outline
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
 from gaupipe.teachers.readable_vit import ReadableViT, parts_of_teachers
@@ -34,14 +33,17 @@ MOST_NUMBERS = 10**8
 it."""
 
 
-def images_at_once(batch_size: int, layers: int, heads: int, tokens: int) -> int:
-    """The size of a batch whose maps have no more than :data:`MOST_NUMBERS`, at least 1."""
-    return min(batch_size, max(1, MOST_NUMBERS // (layers * heads * tokens**2)))
+def images_with_maps(most: int, layers: int, heads: int, tokens: int) -> int:
+    """So many images, at most ``most`` and at least 1, have no more than :data:`MOST_NUMBERS` in
+    their maps."""
+    return min(most, max(1, MOST_NUMBERS // (layers * heads * tokens**2)))
 
 
 @dataclass
 class VitTeacher(ModelTeacher):
     """A trained ViT, whose attention can be read, on the data of a run."""
+
+    network: ReadableViT
 
     forms: ClassVar[frozenset[str]] = frozenset({"maps"})
 
@@ -58,26 +60,23 @@ class VitTeacher(ModelTeacher):
         return teacher
 
     def images_at_once(self, batch_size: int) -> int:
-        network: ReadableViT = self.network
+        network = self.network
         tokens = network.prefix + math.prod(network.grid)
-        return images_at_once(batch_size, network.layers, network.heads, tokens)
+        return images_with_maps(batch_size, network.layers, network.heads, tokens)
 
     def outputs(
         self,
         batch: Batch,
         generator: torch.Generator,
-        *,
-        image_ids: Tensor | None,
-        layers: Sequence[int] | None = None,
-        grid: tuple[int, int] | None = None,
-        with_maps: bool = True,
+        image_ids: Tensor | None = None,
+        maps: MapsWanted | None = None,
     ) -> Outputs:
-        if not with_maps:
-            return super().outputs(batch, generator, image_ids=image_ids)
-        logits, features, maps = self.network.forward_with_maps(batch.images, layers)
-        if grid is not None:
-            maps = maps.on_grid(grid)
-        return Outputs(self.probed(logits, features, image_ids), maps, features)
+        if maps is None:
+            return super().outputs(batch, generator, image_ids)
+        logits, features, shown = self.network.forward_with_maps(batch.images, maps.layers)
+        if maps.grid is not None:
+            shown = shown.on_grid(maps.grid)
+        return Outputs(self.probed(logits, features, image_ids), shown, features)
 
     @property
     def width(self) -> int:
@@ -174,5 +173,6 @@ def load_teacher(settings: Settings, data: ImageData) -> ModelTeacher:
     phase = settings.phase_a
     device = select_device(settings.device, settings.threads)
     network = load_network(phase.teacher, data, phase.teacher_args, download=settings.download)
-    kind = VitTeacher if isinstance(network, ReadableViT) else ModelTeacher
-    return kind(settings, data, device, network.to(device))
+    if isinstance(network, ReadableViT):
+        return VitTeacher(settings, data, device, network.to(device))
+    return ModelTeacher(settings, data, device, network.to(device))

@@ -203,7 +203,7 @@ def beside_teacher(teacher: Teacher, images: Split, logits: Tensor) -> BesideTea
     draws = torch.Generator(teacher.device).manual_seed(teacher.settings.seed)
 
     def predict(batch: Batch) -> Tensor:
-        logits = teacher.outputs(batch, draws, image_ids=None, with_maps=False).logits
+        logits = teacher.outputs(batch, draws).logits
         assert logits is not None  # teacher_of_unseen() asked
         return logits
 

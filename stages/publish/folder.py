@@ -13,6 +13,7 @@ from gaupipe.distillation.export import stored_export
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import dump
 from gaupipe.settings.sections import LOCAL, Section
+from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.files import check_new_folder, replaced
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.scores import classification_metrics, predictions
@@ -74,7 +75,7 @@ def published_settings(student: TrainedStudent) -> Settings:
             schema = store.open(url, teacher_sha256=teacher_sha256).schema
             export = stored_export(url) or export
             notes = StoreNotes.of(schema)
-            if student.has_other_teacher and notes.teacher is not None:
+            if student.has_other_teacher and notes.teacher and notes.teacher not in TEACHERS:
                 args = notes.teacher_args or {}
                 phase = PhaseASettings(teacher=notes.teacher, teacher_args=args)
             break

@@ -17,7 +17,6 @@ def text(schema: store.Schema, license: str | None = None) -> str:
     who publish the store, in a marked place."""
     notes = StoreNotes.of(schema)
     images = notes.data or {}
-    teacher = notes.teacher or "gaussian"
     known = []
     if schema.has_maps:
         known.append("attention maps")
@@ -38,7 +37,7 @@ def text(schema: store.Schema, license: str | None = None) -> str:
         schema=schema,
         version=__version__,
         license=license,
-        teacher=named_teacher(teacher),
+        teacher=named_teacher(str(notes.teacher)),
         known=known,
         blocks=notes.layers,
         image_size=images.get("image_size"),

@@ -428,7 +428,8 @@ def _choose_augmentation(
     learns = choices.given("phase_b.gamma") and epochs and alpha_epochs <= epochs
 
     teacher = choices.given("phase_a.teacher")
-    shows_views = teacher == "vit" or is_given(teacher)
+    # one that knows its training images alone sees no views of them
+    shows_views = teacher_kind(teacher).predicts_new_images
     moves = choices.given("augment.crop_padding") and shows_views
     most = int(MOST_BYTES / view_bytes)
     if learns and moves and most > 1:

@@ -19,7 +19,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.image_state import record_words
-from gaupipe.teachers.vit import images_at_once
+from gaupipe.teachers.vit import images_with_maps
 from gaupipe.vit.stem import ConvPatchEmbed
 from store.layout import Layout, images_fitting
 
@@ -129,7 +129,7 @@ def planned_schema(teacher: Teacher, export: ExportSettings, images: int) -> sto
         dataset=teacher.settings.data.title,
         dataset_sha256="",
         teacher_sha256="",
-        embedding_dim=teacher.network.decoder.embedding if export.kind == "embedding" else None,
+        embedding_dim=teacher.embedding if export.kind == "embedding" else None,
         features_dim=teacher.features if export.features else None,
         prefix_tokens=teacher.kept_prefix if maps else 0,
         encoding=str(export.encoding),
@@ -189,7 +189,7 @@ def memory_of_maps(teacher: Teacher, schema: store.Schema) -> int:
     if "gaussians" not in teacher.forms:
         vit = getattr(teacher.network, "model", teacher.network)
         tokens = math.prod(own.grid) + getattr(vit, "num_prefix_tokens", 0)
-        batch = images_at_once(batch, own.layers, own.heads, tokens)
+        batch = images_with_maps(batch, own.layers, own.heads, tokens)
         times += 1
         activations = 4 * batch * tokens * ACTIVATIONS * vit.num_features
     return times * 4 * batch * stored.layers * stored.heads * tokens**2 + activations

@@ -16,7 +16,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import choose_precision, select_device
-from gaupipe.teachers.base import Teacher
+from gaupipe.teachers.base import MapsWanted, Teacher
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
 from gaupipe.vit.forward import forward_with_maps
@@ -104,7 +104,7 @@ def export_seconds(teacher: Teacher, schema: store.Schema) -> float:
     def step(count: int) -> None:
         images = torch.randn(count, *size, device=teacher.device)
         batch = Batch(images, torch.zeros(count, dtype=torch.long), torch.arange(count))
-        made = teacher.outputs(batch, generator, image_ids=None, with_maps=schema.has_maps)
+        made = teacher.outputs(batch, generator, maps=MapsWanted() if schema.has_maps else None)
         stored = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, torch.float32)
         for array in stored.values():
             array.cpu()
