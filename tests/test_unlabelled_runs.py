@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+import zarr
+from timm.models import save_for_hf
 
 import store
 from arguments import sets
@@ -103,6 +105,83 @@ def test_teacher_and_student_see_the_same_pixels_and_its_network_says_what_is_st
     both = Batches(data.with_unlabelled(), data, CPU, 5).in_order()
     assert torch.equal(torch.cat([batch.images for batch in both]), torch.cat(seen))
     assert "labels" not in stores[1].schema.arrays()
+
+
+def test_plan_counts_their_store_and_the_students_steps(finished, in_process):
+    code, out, err = in_process("plan", "--data", "mine", *SMALL, "--json", cwd=finished)
+    assert code == 0, err
+    planned = json.loads(out)["stages"]
+    for stage, name in (("export", "maps.zarr"), ("export_unlabelled", "unlabelled.zarr")):
+        path = finished / "run" / name
+        arrays = zarr.open_group(path, mode="r").arrays()
+        assert planned[stage]["disk_bytes"] == sum(array.nbytes for _, array in arrays)
+        assert planned[stage]["files"] == sum(file.is_file() for file in path.rglob("*"))
+    assert planned["phase_b"]["steps"] == 2 * -(-(19 + WITHOUT) // 5)
+
+
+def network_of(folder, num_classes, names):
+    """A tiny network of convolutions of timm's, and the folder of its weights."""
+    torch.manual_seed(0)
+    network = timm.create_model("test_byobnet", num_classes=num_classes).eval()
+    network.pretrained_cfg["input_size"] = (3, 32, 32)
+    classes = {"num_classes": num_classes}
+    save_for_hf(network, str(folder), model_config={"label_names": names}, model_args=classes)
+    return network, f"local-dir:{folder}"
+
+
+PREDICTIONS = sets(
+    "phase_b.gamma=0",
+    "export.kind=predictions",
+    "export.features=true",
+    "export.precision=float32",  # of so many features bfloat16, where the processor has it
+)
+
+
+@pytest.mark.parametrize("head", ["of these classes", "of others"])
+def test_convolutions_predict_by_their_own_head_or_by_a_probe(finished, tmp_path, in_process, head):
+    own = head == "of these classes"
+    names = ["dog", "cat"] if own else ["a", "b", "c"]
+    network, teacher = network_of(tmp_path / "network", len(names), names)
+    run = tmp_path / "run"
+    call = "phase-a", "--data", "mine", "--teacher", teacher, *SMALL, *PREDICTIONS, "--run-dir"
+    code, _, err = in_process(*call, run, cwd=finished)
+    assert code == 0 and ("a linear probe on its features" in err) != own
+    assert in_process("export-maps", "--run-dir", run)[0] == 0
+    data, loaded, stores = opened(run)
+    assert loaded.forms == frozenset() and loaded.predicts
+
+    others = stores[1].gather(np.arange(WITHOUT))
+    [batch] = loaded.batches(data.unlabelled, WITHOUT).in_order()
+    with torch.no_grad():
+        tokens = network.forward_features(batch.images)
+        features = network.forward_head(tokens, pre_logits=True)
+        logits = network.forward_head(tokens)[:, [1, 0]]  # in the order of the folders
+    np.testing.assert_allclose(others["features"], features, rtol=1e-3, atol=1e-3)
+    if not own:
+        saved = torch.load(run / "phase_a/probe.pt", weights_only=True)["probe"]
+        logits = features @ saved["weights"][-1].T + saved["biases"][-1]
+    np.testing.assert_allclose(
+        others["logits"].astype(float), logits.log_softmax(-1), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_another_number_of_labelled_images_leaves_their_store_valid(finished, tmp_path, in_process):
+    _, teacher = network_of(tmp_path / "network", 2, ["cat", "dog"])
+    call = "--data", "mine", "--teacher", teacher, *SMALL, *PREDICTIONS, "--run-dir"
+    few = tmp_path / "few"
+    assert in_process("phase-a", *call, tmp_path / "all", cwd=finished)[0] == 0
+    assert in_process("export-maps", "--run-dir", tmp_path / "all")[0] == 0
+    assert in_process("phase-a", *call, few, *sets("data.train_images=8"), cwd=finished)[0] == 0
+    shutil.copytree(tmp_path / "all/unlabelled.zarr", few / "unlabelled.zarr")
+    written = (few / "unlabelled.zarr/zarr.json").stat().st_mtime_ns
+    code, _, err = in_process("export-maps", "--run-dir", few)
+    assert code == 0 and "unlabelled.zarr is complete" in err and "export: 10 images" not in err
+    assert (few / "unlabelled.zarr/zarr.json").stat().st_mtime_ns == written
+    assert len(store.open(few / "maps.zarr")) == 8
+    assert in_process("verify", few / "unlabelled.zarr", "--teacher")[0] == 0
+    assert in_process("phase-b", "--run-dir", few)[0] == 0
+    [first, _] = metrics(few / "phase_b/standard/metrics.jsonl")
+    assert first["loss_soft"] > 0
 
 
 def test_inspect_says_where_the_images_are(finished, in_process):
