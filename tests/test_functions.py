@@ -1,5 +1,7 @@
 """Commands as functions of Python: the same files and checks, results with types, no exit."""
 
+import logging
+
 import pytest
 import timm
 import torch
@@ -7,6 +9,7 @@ import torch
 import gaupipe
 from arguments import sets, tiny
 from gaupipe.system.errors import UserError
+from gaupipe.system.messages import LOG
 from gaupipe.vit.saving import save_student
 from pictures import photos
 from runs import metrics
@@ -21,7 +24,12 @@ def test_a_training_is_that_of_the_command(tmp_path, in_process, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     command = ["train", "--run-dir", "a", "--student", "xsa", "--seed", 3, *sets(*TINY)]
     assert in_process(*command)[0] == 0
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    monkeypatch.setattr(LOG, "handlers", [handler])
     trained = gaupipe.train(student="xsa", run_dir="b", seed=3, **SETTINGS)
+    assert capfd.readouterr() == ("", "") and any("epoch 2/2: loss" in line for line in said)
     assert metrics(tmp_path / "a/plain/xsa/metrics.jsonl") == metrics(
         trained.folder / "metrics.jsonl"
     )

@@ -177,7 +177,8 @@ class Watch(threading.Thread):
 
 def say(line: str) -> None:
     """Prints the line about a failure."""
-    terminal.say(f"gaupipe: {' '.join(line.split())}")
+    whole = f"gaupipe: {' '.join(line.split())}"
+    print(terminal.wrap(whole, sys.stderr), file=sys.stderr, flush=True)
 
 
 def name_of_start(store: Any, number: int, count: int) -> str:

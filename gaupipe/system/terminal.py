@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from typing import IO
@@ -35,11 +34,6 @@ def wrap(line: str, stream: IO[str], command: Sequence[str] = (), indent: int = 
     if command:
         lines.append(continued(command, columns))
     return "\n".join(lines).replace("\0", " ")
-
-
-def say(line: str, command: Sequence[str] = (), indent: int = 2) -> None:
-    """Prints on stderr what :func:`wrap` makes of a line."""
-    print(wrap(line, sys.stderr, command, indent), file=sys.stderr, flush=True)
 
 
 def continued(command: Sequence[str], columns: int) -> str:
