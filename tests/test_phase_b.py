@@ -19,7 +19,7 @@ from exports import write_store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.job import MapsOfEpoch, StoredImages, other_images
+from gaupipe.distillation.job import MapsOfEpoch, StoredImages, other_images, remarks_on_maps
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
@@ -36,6 +36,8 @@ from stages.cli import train as command_line
 from stages.publish import export_student
 from stages.runs import opening
 from stages.runs.directory import RunDirectory
+from stores import make_schema
+from vits import small
 
 TEACHER = [
     "phase_a.max_epochs=3",
@@ -449,3 +451,14 @@ def test_maps_of_another_teacher_are_refused(run_dir, tmp_path):
             phase_b.run(run_dir, "belief_star", resume=True)
     finally:
         write_store(run_dir, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "teacher, sees_views", [("gaussian", False), ("vit", True), ("local-dir:vit", True)]
+)
+def test_moved_maps_are_spoken_of_where_the_teacher_would_see_views(teacher, sees_views):
+    """Gaussians move with their image."""
+    schema = make_schema(kind="dense", layers=1, extra={"teacher": teacher})
+    settings = load("digits", ["augment.crop_padding=1", "phase_b.gamma=0.5"])
+    student = small(depth=1)
+    assert any("move" in line for line in remarks_on_maps(settings, schema, student)) == sees_views

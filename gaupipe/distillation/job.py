@@ -32,6 +32,7 @@ from gaupipe.distillation.student import (
     without_predictions,
 )
 from gaupipe.settings import PhaseBSettings, Settings
+from gaupipe.settings.teachers import teacher_kind
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.notes import Drawing, StoreNotes
@@ -273,7 +274,9 @@ def remarks_on_maps(
     if phase.warm_start in ("slice", "teacher") and settings.model.stem != "patch":
         remarks.append("its convolutional stem is no part of the teacher's weights")
     moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
-    if StoreNotes.of(schema).teacher and schema.views == 1 and moved and phase.gamma:
+    teacher = StoreNotes.of(schema).teacher
+    shows_views = teacher is not None and teacher_kind(teacher).shows_views
+    if shows_views and schema.views == 1 and moved and phase.gamma:
         remarks.append(
             "shifts and crops move the stored maps; a trained ViT would not show them so: "
             "'gaupipe export-maps --views' stores the maps of the views"

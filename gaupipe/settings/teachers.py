@@ -33,6 +33,12 @@ class TeacherKind:
     teacher_args: str | None = None
     """Why it takes no ``phase_a.teacher_args``; None where it takes some."""
 
+    @property
+    def shows_views(self) -> bool:
+        """Whether it may show the maps of any view of an image, where others have those of the
+        image alone, which move."""
+        return self.shows_maps and self.predicts_new_images
+
 
 TEACHERS = {
     "gaussian": TeacherKind(

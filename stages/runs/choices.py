@@ -428,9 +428,7 @@ def _choose_augmentation(
     learns = choices.given("phase_b.gamma") and epochs and alpha_epochs <= epochs
 
     teacher = choices.given("phase_a.teacher")
-    # one that knows its training images alone sees no views of them
-    shows_views = teacher_kind(teacher).predicts_new_images
-    moves = choices.given("augment.crop_padding") and shows_views
+    moves = choices.given("augment.crop_padding") and teacher_kind(teacher).shows_views
     most = int(MOST_BYTES / view_bytes)
     if learns and moves and most > 1:
         views = min(max(2, epochs), most)
