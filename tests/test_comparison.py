@@ -492,6 +492,8 @@ def test_a_tiny_comparison(compared):
         accuracy = f"{100 * row['final']['val_acc']['mean']:.2f}"
         assert any(line.startswith(name) and accuracy in line for line in lines)
         assert f"| {name} |" in text
+    tested = [table for table in text.split("\n## ") if "| Holm's p |" in table]
+    assert tested and all("confirmed: Holm's p" in table for table in tested)
     goals = [run["val_acc"][-1] for run in rows[BASELINE]["runs"]]
     losses = {}
     for name, row in rows.items():

@@ -13,6 +13,11 @@ from stages.compare.report import Comparison, RowResult
 
 ROWS_SHOWN = 7
 """In the short table, which has ten lines with its title, its head and its caption."""
+VERDICTS = (
+    "confirmed: Holm's p, which is corrected for all rows of this table, is below .05; supported: "
+    "only the row's own interval excludes zero"
+)
+"""What the last column of a table of differences says."""
 
 
 def summary(results: Comparison, report: Path) -> Table:
@@ -66,12 +71,14 @@ def tables(results: Comparison) -> Iterator[str]:
             f"Accuracy minus that of the {reference}, paired by seed",
             ["points", "95 % interval", "p", "Holm's p", ""],
             [_difference(row.row, row.difference) for row in rows if row.difference],
+            VERDICTS,
         )
         if any(row.test_difference for row in rows):
             yield _table(
                 f"Test accuracy minus that of the {reference}, paired by seed and image",
                 ["points", "95 % interval", "p", "Holm's p", ""],
                 [_difference(row.row, row.test_difference) for row in rows if row.test_difference],
+                VERDICTS,
             )
         if results.over_controls:
             yield _table(
@@ -81,6 +88,7 @@ def tables(results: Comparison) -> Iterator[str]:
                     _difference(name, difference)
                     for name, difference in results.over_controls.items()
                 ],
+                VERDICTS,
             )
     goals = next(row.at for row in rows if row.at)
     names = [f"to {100 * passages.goal:.0f} %" for passages in goals]
@@ -102,6 +110,7 @@ def tables(results: Comparison) -> Iterator[str]:
             f"Epochs saved {names[-1]}, phase A counted, paired by seed",
             ["epochs", "95 % interval", "p", "Holm's p", ""],
             [_difference(name, epochs, "{:+.1f}", scale=1) for name, epochs in saved],
+            VERDICTS,
         )
     yield _table(
         f"At the end, {over}",
