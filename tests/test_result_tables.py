@@ -154,6 +154,18 @@ def test_a_table_of_ways_says_where_the_advice_was_right(collect):
     assert third.endswith("| random weights |  |  | not trained |")
 
 
+def test_a_table_of_retests_has_means_over_seeds(collect):
+    distances = {"same_image": 0.2, "of_its_class": 0.3, "of_another_class": 0.4}
+    shares = {"nearest_is_image": 0.07, "nearest_is_class": 0.99}
+    rows = [
+        {"name": "table", "seed": seed, **distances, **shares, "refitted": refitted, "none": 0.5}
+        for seed, refitted in ((0, 0.9), (1, 1.0))
+    ]
+    assert collect.table_of_retests(rows).splitlines()[-1] == (
+        "| table | 2 | 0.20 | 0.30 | 0.40 | 7 % | 99 % | 95 % | 50 % |  |"
+    )
+
+
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.name)
 def test_raw_files_are_lists_of_entries_with_all_keys(path):
     """Measurements of time and memory have a title, and no accuracy; trainings have a name."""

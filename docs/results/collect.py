@@ -46,6 +46,11 @@ accuracy, and is subtracted from that of standard attention:
 
     <!-- losses language.json -->
     <!-- /losses -->
+
+A table of retests is of the rows of ``benchmarks/retest.py``:
+
+    <!-- retests retest.json data=digits epochs=12 -->
+    <!-- /retests -->
 """
 
 from __future__ import annotations
@@ -78,7 +83,7 @@ from stages.compare.measures import (
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
 TABLE = re.compile(
-    r"(<!-- (?P<kind>table|pairs|passages|ratios|ways|losses)"
+    r"(<!-- (?P<kind>table|pairs|passages|ratios|ways|losses|retests)"
     r" (?P<file>\S+)(?P<words>.*?) -->\n)"
     r".*?(<!-- /(?P=kind) -->)",
     re.DOTALL,
@@ -214,6 +219,25 @@ def table_of_losses(trainings: list[Training]) -> str:
             *difference_cells(verdicts.get(name), 3),
             f"{ratio_of_steps:.2f}",
         ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def table_of_retests(rows: list[Training]) -> str:
+    """Markdown table of how well two fits of the same images agree, means over seeds."""
+    lines = [
+        "| parameters | seeds | same image | another of its class | of another class "
+        "| nearest is the image's own | of its class | refitted | none | another image's |",
+        "|---" * 10 + "|",
+    ]
+    for name, by_seed in by_row_and_seed(rows).items():
+        cells = [name, str(len(by_seed))]
+        for key in ("same_image", "of_its_class", "of_another_class"):
+            cells.append(f"{statistics.fmean(row[key] for row in by_seed.values()):.2f}")
+        shares = ("nearest_is_image", "nearest_is_class", "refitted", "none", "of_another_image")
+        for key in shares:
+            found = percents([*by_seed.values()], key)
+            cells.append(f"{statistics.fmean(found):.0f} %" if found else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -398,6 +422,7 @@ DRAWERS: dict[str, Callable[..., str]] = {
     "ratios": table_of_ratios,
     "ways": table_of_ways,
     "losses": table_of_losses,
+    "retests": table_of_retests,
 }
 
 
