@@ -149,6 +149,8 @@ def test_convolutions_predict_by_their_own_head_or_by_a_probe(finished, tmp_path
     assert in_process("export-maps", "--run-dir", run)[0] == 0
     data, loaded, stores = opened(run)
     assert loaded.forms == frozenset() and loaded.predicts
+    labels = None if own else data.sha256
+    assert [maps.schema.extra.get("probe") for maps in stores] == [labels, labels]
 
     others = stores[1].gather(np.arange(WITHOUT))
     [batch] = loaded.batches(data.unlabelled, WITHOUT).in_order()
@@ -182,6 +184,12 @@ def test_another_number_of_labelled_images_leaves_their_store_valid(finished, tm
     assert in_process("phase-b", "--run-dir", few)[0] == 0
     [first, _] = metrics(few / "phase_b/standard/metrics.jsonl")
     assert first["loss_soft"] > 0
+
+    # a probe, which has learned from the labels, is another one
+    extra = store.open(few / "unlabelled.zarr").schema.extra
+    edit_root(few / "unlabelled.zarr", extra=extra | {"probe": "of all the labels"})
+    code, _, err = in_process("phase-b", "--run-dir", few, "--name", "new")
+    assert code == 2 and "a probe that has learned other labels: " in err
 
 
 def test_inspect_says_where_the_images_are(finished, in_process):

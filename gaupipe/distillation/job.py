@@ -198,6 +198,8 @@ def check_alike(maps: store.Store, unlabelled: store.Store, settings: Settings) 
     if first.teacher_sha256 != second.teacher_sha256:
         raise UserError(f"{where} another teacher than {maps.url}: {remedy}")
     notes = StoreNotes.of(second)
+    if StoreNotes.of(first).probe != notes.probe:
+        raise UserError(f"{where} a probe that has learned other labels: {remedy}")
     if (first.views, StoreNotes.of(first).views) != (second.views, notes.views):
         raise UserError(f"{where} other views than {maps.url}: {remedy}")
     if not notes.has_predictions:

@@ -123,7 +123,7 @@ class ModelTeacher(Teacher):
         return self.named_sha256()
 
     def notes(self) -> StoreNotes:
-        return replace(super().notes(), probe=self.probe is not None)
+        return replace(super().notes(), probe=None if self.probe is None else self.data.sha256)
 
     def timed(self) -> tuple[nn.Module, int]:
         return self.network.model, self.network.takes.size

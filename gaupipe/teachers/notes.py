@@ -43,8 +43,8 @@ class StoreNotes:
     """``phase_a.teacher``; None in a store of another program, which does not say."""
     predicts: bool | None = None
     """Whether it, or a probe on its features, predicts the classes."""
-    probe: bool | None = None
-    """Whether a probe does."""
+    probe: str | None = None
+    """The digest of the training images that a probe was fitted to, where one predicts."""
     mode: str | None = None
     """``phase_a.mode`` of a teacher with Gaussians."""
     label_passes: int | None = None
