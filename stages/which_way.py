@@ -17,6 +17,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.settings import Settings
 from gaupipe.system.device import select_device
+from gaupipe.system.errors import UserError
 from gaupipe.system.progress import duration
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
@@ -58,10 +59,15 @@ class Way:
 def run(small: Settings, tuned: Settings) -> Way:
     """Compares on the same images a training from random weights, with the settings ``small``, and
     one from trained weights, with the settings ``tuned``. Writes nothing. Raises UserError for
-    weights that are not there, and for too few images."""
+    weights that are not there, and for images that are too few or too small."""
     small = settle(small)
     tuned = settle(tuned)
     data = load_data(small.data)
+    if data.image_size < 2 * CELL:
+        raise UserError(
+            f"data.image_size: should be at least {2 * CELL} to look at gradients, these images "
+            f"have {data.image_size}"
+        )
     check_probe(data)
     order = np.random.default_rng(small.seed).permutation(len(data.train))
     ids = np.sort(order[:MOST_IMAGES])

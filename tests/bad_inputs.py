@@ -969,6 +969,7 @@ DATA = [
     Row("plan --model vit_tiny_patch16_224", "--model vit_tiny_patch16_224 --data --images"),
     Row("plan digits --model vit_tiny_patch16_224 --images 9", "CONFIG digits --model"),
     Row("plan --model resnet18 --images 9", "resnet18"),
+    Row("plan --data pictures --model vit_tiny_patch16_224", "data.image_size 16 8"),
     Row("plan --model local-dir:absent --images 9", "no folder absent"),
     Row("curves pictures", "pictures nothing metrics.jsonl"),
     Row("curves runs/tiny --out a.txt", "--out a.txt .png"),

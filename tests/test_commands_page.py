@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
+from gaupipe.settings import Settings
+from gaupipe.settings.load import flatten
 from stages.cli.program import app
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 from commands_page import all_commands
+
+ROOT = Path(__file__).parent.parent
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
@@ -46,6 +51,14 @@ def test_the_help_of_a_command_fits_a_terminal_and_its_example_parses(name):
     COMMANDS[name].make_context(name, arguments)  # raises where an option is unknown
 
 
+def test_the_help_says_the_values_of_digits_and_not_names_of_settings():
+    defaults = re.findall(r"\[default: \((.*?)\)\]", help_of("train"))
+    assert not {*flatten(Settings())} & {*defaults}
+    digits = yaml.safe_load((ROOT / "configs/digits.yaml").read_text())
+    epochs = digits["phase_b"]["epochs"], digits["train"]["epochs"]
+    assert "{} in digits, {} without a teacher".format(*epochs) in defaults
+
+
 def test_every_option_of_the_help_is_on_the_page():
     _, *sections = re.split(r"^### ", all_commands(app), flags=re.MULTILINE)
     pages = {section.split("\n", 1)[0]: section for section in sections}
@@ -53,7 +66,7 @@ def test_every_option_of_the_help_is_on_the_page():
         lines = (line.split()[1:4] for line in help_of(name).splitlines() if " --" in line[:9])
         left = {word for words in lines for word in words if OPTION.fullmatch(word)}
         assert {"--help"} <= left <= {"--help"} | set(OPTION.findall(page)), name
-    listed = (Path(__file__).parent.parent / "docs/commands.md").read_text()
+    listed = (ROOT / "docs/commands.md").read_text()
     assert pages.keys() == set(
         re.findall(r"^\| `([a-z-]+)` \|", listed.split("##")[0], re.MULTILINE)
     )

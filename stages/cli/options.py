@@ -40,6 +40,13 @@ def setting(usage: str, help: str, name: str, **more: Any) -> Any:
     return option(usage, f"{help} ({name}).", f"{DIGITS[name]} in digits", **more)
 
 
+def student_setting(usage: str, help: str, name: str, **more: Any) -> Any:
+    """As :func:`setting`, for one of ``train``, which may differ in ``phase_b``."""
+    distilled = DIGITS[f"phase_b.{name}"]
+    default = f"{distilled} in digits, {DIGITS[f'train.{name}']} without a teacher"
+    return option(usage, f"{help} (train.{name}).", default, **more)
+
+
 def argument(metavar: str, help: str, default: str | bool = True, **more: Any) -> Any:
     return typer.Argument(metavar=metavar, help=help, show_default=default, **more)
 
@@ -134,14 +141,9 @@ Attention = Annotated[
 ]
 Plain = Annotated[bool, option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, option("--set A.B=C", "Change one setting; repeatable.")]
-Epochs = Annotated[int | None, setting("--epochs N", "Epochs", "train.epochs", min=1)]
+Epochs = Annotated[int | None, student_setting("--epochs N", "Epochs", "epochs", min=1)]
 LearningRate = Annotated[
-    float | None,
-    option(
-        "--lr RATE",
-        "Learning rate after the warm-up (train.optim.lr).",
-        f"{DIGITS['phase_b.optim.lr']} in digits, {DIGITS['train.optim.lr']} without a teacher",
-    ),
+    float | None, student_setting("--lr RATE", "Learning rate after the warm-up", "optim.lr")
 ]
 TeacherEpochs = Annotated[
     int | None, setting("--epochs N", "Most epochs", "phase_a.max_epochs", min=1)
