@@ -4,7 +4,6 @@ types."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gaupipe.settings import Settings
-from gaupipe.settings.load import check_plain
+from gaupipe.settings.load import ByName, Overrides, check_plain, read_overrides
 from gaupipe.settings.places import check_images, check_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics
@@ -20,7 +19,6 @@ from stages.begin import begins, starts
 from stages.request import (
     find_run,
     names_model,
-    names_of_settings,
     read_settings,
     with_model,
     with_unlabelled,
@@ -103,7 +101,7 @@ def train(
     run_dir: str | Path | None = None,
     resume: bool = False,
     download: bool = False,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     **settings: Any,
 ) -> Trained:
     """Trains a ViT on the labels alone, as ``gaupipe train`` does.
@@ -121,8 +119,9 @@ def train(
 
     Raises UserError before anything is written.
     """
-    asked = with_model([*overrides, *as_overrides(settings)], "model.name", model, download)
-    check_plain(names_of_settings(asked))
+    changes = read_overrides(overrides) | by_name(settings)
+    asked = with_model(changes, "model.name", model, download)
+    check_plain(asked)
     chosen, folder = read_settings(
         config, asked, as_path(run_dir), as_path(data), student, plain=True
     )
@@ -145,13 +144,14 @@ def run(
     run_dir: str | Path | None = None,
     download: bool = False,
     baseline: bool = True,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     **settings: Any,
 ) -> Ran:
     """Trains teacher, student and plain ViT, as ``gaupipe run`` does; stages that have finished are
     not run again. ``unlabelled``, ``teacher`` and ``baseline`` are the options of these names, the
     rest is as in :func:`train`. Raises UserError."""
-    asked = with_model([*overrides, *as_overrides(settings)], "phase_a.teacher", teacher, download)
+    changes = read_overrides(overrides) | by_name(settings)
+    asked = with_model(changes, "phase_a.teacher", teacher, download)
     asked = with_unlabelled(asked, unlabelled)
     chosen, folder = read_settings(config, asked, as_path(run_dir), as_path(data), student, teacher)
     directory = RunDirectory(folder)
@@ -203,7 +203,7 @@ def export_to(
     k: int | None = None,
     views: int | None = None,
     teacher: str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     image_size: int | None = None,
     download: bool = False,
     **how: Any,
@@ -220,9 +220,7 @@ def export_to(
 
         place = stage.Place(out or str(RunDirectory(run_dir).maps), **how)
         asked |= {"views": views}
-        return stage.run(
-            stage.ExportRequest(run_dir, place, asked, teacher, list(overrides), download)
-        )
+        return stage.run(stage.ExportRequest(run_dir, place, asked, teacher, overrides, download))
     run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
     for name in (name for name, value in run_options.items() if value):
         raise UserError(f"--{name}: belongs to a run: leave it out with --model")
@@ -241,12 +239,12 @@ def as_path(place: str | Path | None) -> Path | None:
     return None if place is None else Path(place)
 
 
-def as_overrides(settings: dict[str, Any]) -> list[str]:
-    """Keywords as ``a.b=value``. Raises UserError for a setting that is named twice."""
-    overrides: dict[str, str] = {}
+def by_name(settings: dict[str, Any]) -> ByName:
+    """Keywords as settings. Raises UserError for one that is named twice."""
+    changes: ByName = {}
     for keyword, value in settings.items():
         name = SHORT.get(keyword, keyword)
-        if name in overrides:
+        if name in changes:
             raise UserError(f"{keyword}: is {name}, which is given too: give one")
-        overrides[name] = json.dumps(value, default=str)
-    return [f"{name}={value}" for name, value in overrides.items()]
+        changes[name] = str(value) if isinstance(value, Path) else value
+    return changes

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+from gaupipe.settings.load import ByName, Overrides, load, load_merged, read_overrides
 from gaupipe.settings.places import check_data, check_model
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import distributed
@@ -75,48 +75,40 @@ def names_model(model: str | None, files: list[Path] | None, image_size: int | N
 
 
 def with_model(
-    overrides: list[str] | None, setting: str, name: str | None, download: bool
-) -> list[str]:
+    overrides: Overrides | None, setting: str, name: str | None, download: bool
+) -> ByName:
     """An option that names a model and --download as settings."""
     check_model(name)
-    together = list(overrides or [])
+    changes = read_overrides(overrides or ())
     if name is not None:
-        together.append(f"{setting}={json.dumps(name)}")
+        changes[setting] = name
     if download:
-        together.append("download=true")
-    return together
+        changes["download"] = True
+    return changes
 
 
-def with_unlabelled(overrides: list[str] | None, place: str | None) -> list[str]:
+def with_unlabelled(overrides: Overrides | None, place: str | None) -> ByName:
     """--unlabelled as a setting. Raises UserError for a place that is not there."""
-    together = list(overrides or [])
+    changes = read_overrides(overrides or ())
     if place is None:
-        return together
+        return changes
     from gaupipe.data.folder import whole_place
 
     check_data(Path(place), "--unlabelled", "images")
-    for name in names_of_settings(together):
-        if name in ("data", "data.unlabelled"):
-            raise UserError(
-                f"--unlabelled {place}: is data.unlabelled, which --set {name} sets too: give one"
-            )
-    return [*together, f"data.unlabelled={json.dumps(whole_place(place))}"]
-
-
-def names_of_settings(overrides: list[str]) -> list[str]:
-    """The "a.b" of each ``a.b=value``."""
-    return [override.partition("=")[0] for override in overrides]
+    check_once("--unlabelled", place, "data.unlabelled", changes)
+    changes["data.unlabelled"] = whole_place(place)
+    return changes
 
 
 def with_options(
-    overrides: list[str] | None,
+    overrides: Overrides | None,
     section: str,
     epochs: int | None,
     lr: float | None,
     batch_size: int | None,
     seed: int | None,
     device: str | None,
-) -> list[str]:
+) -> ByName:
     """The options by which a training is told most as settings, those of its ``section``. Raises
     UserError where --set says the same."""
     setting_of_epochs = "phase_a.max_epochs" if section == "phase_a" else "train.epochs"
@@ -127,22 +119,27 @@ def with_options(
         "--seed": ("seed", seed),
         "--device": ("device", device),
     }
-    together = list(overrides or [])
+    given = read_overrides(overrides or ())
+    changes = dict(given)
     for option, (setting, value) in options.items():
-        if value is None:
-            continue
-        for name in names_of_settings(overrides or []):
-            if f"{setting}.".startswith(f"{name}."):
-                raise UserError(
-                    f"{option} {value}: is {setting}, which --set {name} sets too: give one"
-                )
-        together.append(f"{setting}={value}")
-    return together
+        if value is not None:
+            check_once(option, value, setting, given)
+            changes[setting] = value
+    return changes
+
+
+def check_once(option: str, value: object, setting: str, given: ByName) -> None:
+    """Raises UserError for an option whose ``setting`` is ``given`` with --set, too."""
+    for name in given:
+        if f"{setting}.".startswith(f"{name}."):
+            raise UserError(
+                f"{option} {value}: is {setting}, which --set {name} sets too: give one"
+            )
 
 
 def read_settings(
     config: str | None,
-    overrides: list[str] | None,
+    overrides: Overrides | None,
     run_dir: Path | None,
     data: Path | None = None,
     student: Any = None,
@@ -158,19 +155,17 @@ def read_settings(
     attention that is to be trained, None that of the settings. With a trained ``teacher`` what a
     configuration leaves open follows from it. A run that has begun has its own, unless the
     command names a configuration."""
-    overrides = overrides or []
+    changes = read_overrides(overrides or ())
     settings: Any = None
     if data is None:
-        from gaupipe.settings.load import load, load_merged
-
         if student is not None:
-            overrides = [*overrides, f"model.attention={student}"]
+            changes["model.attention"] = student
         if config is None and run_dir is not None:
             begun = RunDirectory(run_dir).config
             if begun.is_file():  # a run that goes on has its own settings, wherever it lies
-                return load_merged(begun, overrides), run_dir
+                return load_merged(begun, changes), run_dir
         config = "digits" if config is None else config
-        settings = load(config, overrides)
+        settings = load(config, changes)
         folder = run_dir or Path("runs") / Path(config).stem
         if teacher is None:
             return settings, folder
@@ -186,21 +181,19 @@ def read_settings(
                 f"it and name the folder with --set data.name=folder --set data.root={data}"
             )
         check_data(data)
-        folder = run_dir or folder_for(data, overrides)
+        folder = run_dir or folder_for(data, changes)
         what = f"the images in {data}"
     with begins(f"looks at {what}"):
         from stages.runs.chosen_settings import settings_for, takes_the_papers
         from stages.runs.trained_teacher import with_trained_teacher
     if distributed.is_main():
         if data is None:
-            settings, lines = with_trained_teacher(str(config), overrides, settings)
+            settings, lines = with_trained_teacher(str(config), changes, settings)
         else:
-            paper = paper and takes_the_papers(data, overrides)
+            paper = paper and takes_the_papers(data, changes)
             if paper:
-                folder = run_dir or folder_for(data, overrides, "gaussian")
-            settings, lines = settings_for(
-                data, overrides, folder, student, plain=plain, paper=paper
-            )
+                folder = run_dir or folder_for(data, changes, "gaussian")
+            settings, lines = settings_for(data, changes, folder, student, plain=plain, paper=paper)
         say_choices(lines)
     return distributed.from_main((settings, folder))
 

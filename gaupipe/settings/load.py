@@ -22,6 +22,8 @@ Tree = dict[str, Any]
 """Settings as YAML nests them, {"a": {"b": value}}."""
 ByName = dict[str, Any]
 """Settings as the command line names them, {"a.b": value}, as JSON values."""
+Overrides = Sequence[str] | ByName
+"""Changes of settings in their order: values by name, or texts ``a.b=value``, the value in YAML."""
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "configs"
@@ -30,12 +32,9 @@ if not SHIPPED.is_dir():
     SHIPPED = PACKAGE.parent / "configs"
 
 
-def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
-    """Settings from a YAML file, or from the configuration of this name that gaupipe ships.
-
-    ``overrides`` are ``a.b=value`` strings, the value in YAML. Raises UserError with one line for
-    whatever is wrong.
-    """
+def load(source: str | Path, overrides: Overrides = ()) -> Settings:
+    """Settings from a YAML file, or from the configuration of this name that gaupipe ships, with
+    ``overrides``. Raises UserError with one line for whatever is wrong."""
     tree = read_yaml(source)
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
@@ -65,16 +64,30 @@ def _for_model(tree: Tree, given: Tree) -> Tree:
     return tree
 
 
-def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
-    """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. What is set
-    in ``train`` holds for ``phase_b`` too, unless set there. Raises UserError for text that is no
-    such setting."""
-    given: Tree = {}
+def read_overrides(overrides: Overrides) -> ByName:
+    """A copy of changes by name. Raises UserError for a text that is no such change."""
+    if isinstance(overrides, dict):
+        return dict(overrides)
+    changes: ByName = {}
     for override in overrides:
-        _apply(given, override)
-    _forget_in_phase_b(tree, given)
-    for override in overrides:
-        _apply(tree, override)
+        name, value = _read(override)
+        changes.pop(name, None)  # "a.b" after "a" is another change than before it
+        changes[name] = value
+    return changes
+
+
+def with_overrides(tree: Tree, overrides: Overrides) -> Tree:
+    """A nested dict of settings with these changes. What is set in ``train`` holds for ``phase_b``
+    too, unless set there. Raises UserError for a change of what is no section."""
+    changes = read_overrides(overrides)
+    _forget_in_phase_b(tree, _nest(changes, {}))
+    return _nest(changes, tree)
+
+
+def _nest(changes: ByName, tree: Tree) -> Tree:
+    for name, value in changes.items():
+        # a copy, because a later change may be one of a part of it
+        set_value(tree, name, copy.deepcopy(value), f"--set {name}")
     return tree
 
 
@@ -91,7 +104,7 @@ def _forget_in_phase_b(tree: Tree, given: Tree) -> None:
             inside.pop(leaf, None)
 
 
-def load_merged(source: str | Path, overrides: Sequence[str]) -> Settings:
+def load_merged(source: str | Path, overrides: Overrides) -> Settings:
     """As :func:`load`, but keywords such as those of ``model.args`` join the file's."""
     tree = read_yaml(source)
     given = with_overrides({}, overrides)
@@ -234,7 +247,8 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _apply(tree: Tree, override: str) -> None:
+def _read(override: str) -> tuple[str, Any]:
+    """The name and the value of a text ``a.b=value``."""
     where = f"--set {override!r}" if len(override) < 200 else f"--set '{override[:200]}...'"
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -249,7 +263,7 @@ def _apply(tree: Tree, override: str) -> None:
     elif isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         with contextlib.suppress(ValueError):
             value = float(value)
-    set_value(tree, key, value, where)
+    return key, value
 
 
 def _is_text(key: str) -> bool:

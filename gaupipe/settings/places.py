@@ -45,5 +45,5 @@ def folder_of(name: str, remedy: str = REMEDY) -> Path:
     there is none."""
     folder = Path(name.removeprefix(LOCAL)).expanduser()
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}: {remedy}")
+        raise UserError(f"{name}: there is no folder {folder}; {remedy}")
     return folder

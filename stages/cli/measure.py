@@ -258,8 +258,8 @@ def plan(
         elif images is not None:
             plan_export(model, images, as_json)
         return
-    overrides = with_unlabelled(overrides, unlabelled)
-    settings, folder = read_settings(config, overrides, run_dir, data, plain=plain)
+    changes = with_unlabelled(overrides, unlabelled)
+    settings, folder = read_settings(config, changes, run_dir, data, plain=plain)
     if plain and world_size > 1:
         raise UserError("--train plans for one process: leave --world-size out")
     with starts("plan", settings, folder):
@@ -293,14 +293,13 @@ def compare_beginnings(
 ) -> None:
     """Prints whether a training on a folder of images should begin with a model."""
     check_data(data)
-    small_overrides = overrides or []
     tuned_overrides = with_model(overrides, "model.name", model, download)
     with begins(f"plan: looks at some images in {data}, and at what {model} sees of them"):
         from stages import which_way as stage
         from stages.runs.chosen_settings import settings_for
 
     nowhere = Path("runs")  # no run goes on here
-    small, _ = settings_for(data, small_overrides, nowhere, plain=True)
+    small, _ = settings_for(data, overrides or [], nowhere, plain=True)
     tuned, _ = settings_for(data, tuned_overrides, nowhere, plain=True)
     way = stage.run(small, tuned)
     if as_json:

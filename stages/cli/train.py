@@ -70,7 +70,7 @@ def run(
 
     Example: `gaupipe run --data photos --student belief2`
     """
-    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
+    changes = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     ran = functions.run(
         config,
         data=data,
@@ -80,7 +80,7 @@ def run(
         run_dir=run_dir,
         download=download,
         baseline=baseline,
-        overrides=overrides,
+        overrides=changes,
     )
     from stages.run import table
 
@@ -113,10 +113,10 @@ def phase_a(
 
     Example: `gaupipe phase-a --data photos`
     """
-    overrides = with_options(overrides, "phase_a", epochs, lr, batch_size, seed, device)
-    overrides = with_model(overrides, "phase_a.teacher", teacher, download)
-    overrides = with_unlabelled(overrides, unlabelled)
-    settings, folder = read_settings(config, overrides, run_dir, data, teacher=teacher, paper=True)
+    changes = with_options(overrides, "phase_a", epochs, lr, batch_size, seed, device)
+    changes = with_model(changes, "phase_a.teacher", teacher, download)
+    changes = with_unlabelled(changes, unlabelled)
+    settings, folder = read_settings(config, changes, run_dir, data, teacher=teacher, paper=True)
     RunDirectory(folder).check_place()
     with starts("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}"):
         from stages import phase_a as stage
@@ -234,14 +234,14 @@ def phase_b(
 
     Example: `gaupipe phase-b --student belief2 --epochs 40`
     """
-    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
+    changes = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     run_dir = find_run(run_dir)
     from stages.runs import students
 
     options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
     if maps and distill:
         check_maps(maps)
-    request = students.resolve(run_dir, student, name=name, overrides=overrides, **options)
+    request = students.resolve(run_dir, student, name=name, overrides=changes, **options)
     with starts("phase B", request.settings, request.folder):
         from stages import phase_b as stage
 
@@ -282,7 +282,7 @@ def train(
 
     Example: `gaupipe train --data photos --student xsa --epochs 30`
     """
-    overrides = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
+    changes = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     trained = functions.train(
         config,
         data=data,
@@ -291,7 +291,7 @@ def train(
         run_dir=run_dir,
         resume=resume,
         download=download,
-        overrides=overrides,
+        overrides=changes,
     )
     attention = trained.folder.name
     run_directory = RunDirectory(trained.folder.parents[1])

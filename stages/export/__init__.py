@@ -15,7 +15,7 @@ from gaupipe.distillation.export import Exported, is_complete, make_schema, stor
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
-from gaupipe.settings.load import with_anytime, with_overrides
+from gaupipe.settings.load import Overrides, read_overrides, with_anytime, with_overrides
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
@@ -43,7 +43,7 @@ class ExportRequest:
     store that is there, or else as the settings say."""
     teacher: str | None = None
     """A trained ViT, named as ``phase_a.teacher`` is; None is the run's own teacher."""
-    overrides: Sequence[str] = ()
+    overrides: Overrides = ()
     """``phase_a.teacher_args...=value``, of ``teacher``."""
     download: bool = False
     """Fetch the published weights of the teacher."""
@@ -70,8 +70,7 @@ class ExportRequest:
                 f"--teacher {self.teacher}: {self.place.url} is for the maps of the run's own "
                 "teacher: name another store with --out, which 'gaupipe phase-b --maps' then reads"
             )
-        for override in self.overrides:
-            name = override.partition("=")[0]
+        for name in read_overrides(self.overrides):
             if self.teacher is None or not f"{name}.".startswith("phase_a.teacher_args."):
                 raise UserError(
                     f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to "

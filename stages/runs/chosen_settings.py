@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from gaupipe.data.folder import place_of
@@ -13,7 +13,7 @@ from gaupipe.data.sources import facts_of
 from gaupipe.data.splits import load_data
 from gaupipe.data.unlabelled import folder_beside
 from gaupipe.settings import DataSettings, Settings
-from gaupipe.settings.load import load_merged, parse, with_overrides
+from gaupipe.settings.load import Overrides, load_merged, parse, read_overrides, with_overrides
 from gaupipe.system.errors import UserError
 from stages.runs.choices import FEW_IMAGES, Choices, choose, fine_tuning, has_gpu, is_given
 from stages.runs.directory import RunDirectory
@@ -22,7 +22,7 @@ from stages.runs.trained_teacher import choose_start, look_at
 
 def settings_for(
     folder: Path,
-    overrides: Sequence[str],
+    overrides: Overrides,
     run_dir: Path,
     student: str | None = None,
     *,
@@ -32,7 +32,7 @@ def settings_for(
     """The settings for the images in ``folder``, and lines that say what was chosen and why: all of
     it, or, ``plain``, for a training without a teacher.
 
-    ``overrides`` are the user's ``a.b=value``, which win, and ``student`` the attention that is to
+    ``overrides`` are the user's, which win, and ``student`` the attention that is to
     be trained where the run begins. ``paper`` is as in :func:`~stages.runs.choices.choose`. Raises
     UserError for a folder that cannot be meant, for unusable overrides and for a ``run_dir`` with a
     run on other images. Where the folder of a run has gone, ``folder`` may be where it was moved
@@ -43,10 +43,12 @@ def settings_for(
     if run.config.is_file():
         line = f"{run_dir}: goes on with the settings with which it began"
         return _run_settings(run, place, overrides), [line]
-    attention = [] if student is None else [f"model.attention={student}"]
-    valid = with_overrides({"phase_a": {"teacher": "local"}}, [*overrides, *attention])
+    changes = read_overrides(overrides)
+    if student is not None:
+        changes["model.attention"] = student
+    valid = with_overrides({"phase_a": {"teacher": "local"}}, changes)
     phase = parse(valid, "--set").phase_a  # before anything is chosen by it
-    given = with_overrides({}, [*overrides, *attention])
+    given = with_overrides({}, changes)
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"--set data.{name}: --data {folder} says where the images are")
@@ -76,7 +78,7 @@ def settings_for(
     return settings, lines
 
 
-def takes_the_papers(folder: Path, overrides: Sequence[str]) -> bool:
+def takes_the_papers(folder: Path, overrides: Overrides) -> bool:
     """True where phase A by itself trains the GauTransformer paper's teacher: where the user names
     no other, and all images have labels, without which it predicts nothing."""
     given = Choices(with_overrides({}, overrides))
@@ -88,7 +90,7 @@ def takes_the_papers(folder: Path, overrides: Sequence[str]) -> bool:
 
 
 def _run_settings(
-    run: RunDirectory, place: Mapping[str, str | None], overrides: Sequence[str]
+    run: RunDirectory, place: Mapping[str, str | None], overrides: Overrides
 ) -> Settings:
     """The settings of a run that has begun, with its images in ``place``. Keywords of the user,
     such as ``model.args``, join those that were chosen, as when the run began."""

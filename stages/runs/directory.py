@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from gaupipe.settings import Settings
 from gaupipe.settings.load import (
     ByName,
+    Overrides,
     changed,
     check_as_begun,
     dump,
@@ -153,9 +153,9 @@ class RunDirectory:
         return {name: values[name] for name in names if name in values}
 
     def with_overrides(
-        self, name: str, distilled: bool, overrides: Sequence[str]
+        self, name: str, distilled: bool, overrides: Overrides
     ) -> tuple[Settings, Path]:
-        """The settings of a student with the ``a.b=value`` of a command, and its folder. A new
+        """The settings of a student with the ``overrides`` of a command, and its folder. A new
         student begins with those of the run. Raises UserError for a setting in which students of
         one teacher cannot differ."""
         before = self.student_settings(name, distilled)
@@ -295,9 +295,9 @@ class RunDirectory:
         return locked(self.path, "run", shared)
 
 
-def folder_for(data: Path, overrides: Sequence[str], teacher: str | None = None) -> Path:
+def folder_for(data: Path, overrides: Overrides, teacher: str | None = None) -> Path:
     """The folder of a run on the images in ``data`` that was given none: it names the weights that
-    a ViT starts from, and the teacher, if the ``a.b=value`` of a command do, as a run without them
+    a ViT starts from, and the teacher, if the ``overrides`` of a command do, as a run without them
     is another. ``teacher`` is the one that the command takes where these name none."""
     names = [os.path.basename(os.path.abspath(data)).removesuffix(".tar") or "images"]
     given = with_overrides({}, overrides)

@@ -7,13 +7,12 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gaupipe.attention import ATTENTION
 from gaupipe.settings import Settings
-from gaupipe.settings.load import check_plain, dump, with_anytime
+from gaupipe.settings.load import Overrides, check_plain, dump, read_overrides, with_anytime
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
 from stages.runs.directory import RunDirectory, check_name, has_checkpoint
@@ -72,7 +71,7 @@ def resolve(
     student: str | None = None,
     *,
     name: str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     now: Settings | None = None,
     maps_url: str | None = None,
     resume: bool = False,
@@ -82,7 +81,7 @@ def resolve(
 
     student     its attention; None is the settings' ``model.attention``
     name        of its folder; None is its attention
-    overrides   settings ``a.b=c`` in which it differs from the run; only some may
+    overrides   settings in which it differs from the run; only some may
                 (:class:`gaupipe.settings.sections.Scope`)
     now         says on which device, and whatever else may change at any time; None is as the
                 student, or else the run, began
@@ -101,11 +100,12 @@ def resolve(
             f"--maps {maps_url!r}: should be the path or URL of a store, and is not for a "
             "training on the labels alone (--no-distill)"
         )
+    changes = read_overrides(overrides)
     if not distilled:
-        check_plain(override.partition("=")[0] for override in overrides)
+        check_plain(changes)
     if student:
-        overrides = [*overrides, f"model.attention={student}"]
-    settings, folder = run.with_overrides(named, distilled, overrides)
+        changes["model.attention"] = student
+    settings, folder = run.with_overrides(named, distilled, changes)
     if now is not None:
         settings = with_anytime(settings, now)
     attention = settings.model.attention

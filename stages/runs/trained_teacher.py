@@ -3,15 +3,13 @@ it takes from the teacher."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 from timm.data import resolve_model_data_config
 
 from gaupipe.distillation.warm_start import refuse_slice
 from gaupipe.settings import Settings
-from gaupipe.settings.load import load, read_yaml, with_overrides
+from gaupipe.settings.load import Overrides, load, read_overrides, read_yaml, with_overrides
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.readable_vit import has_standard_attention
 from gaupipe.vit.build import create_model
@@ -74,7 +72,7 @@ def student_of(choices: Choices) -> Any:
 
 
 def with_trained_teacher(
-    source: str, overrides: Sequence[str], settings: Settings
+    source: str, overrides: Overrides, settings: Settings
 ) -> tuple[Settings, list[str]]:
     """The settings of a configuration, with what follows from its trained teacher where the
     configuration is silent; and lines that say why."""
@@ -85,5 +83,5 @@ def with_trained_teacher(
         epochs = settings.phase_b.gamma_ends(settings.student_training.epochs)
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", min(max(2, epochs), MOST_VIEWS), reason)
-    more = [f"{key}={json.dumps(choices.given(key))}" for key in choices.chosen]
-    return load(source, [*overrides, *more]), [f"  {line}" for line in choices.lines()]
+    changes = read_overrides(overrides) | {key: choices.given(key) for key in choices.chosen}
+    return load(source, changes), [f"  {line}" for line in choices.lines()]
