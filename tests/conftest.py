@@ -46,6 +46,26 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
+CORE = {
+    *("test_attention", "test_gaussians", "test_gaussian_moves", "test_maps", "test_losses"),
+    *("test_buckets", "test_training", "test_image_state", "test_initialisation", "test_config"),
+    "test_structure",
+}
+"""Files of the tests that ``-m core`` runs: the equations, a step, the settings, the rooms."""
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Other files are not imported for ``-m core``, which would take longer than its tests."""
+    if config.option.markexpr == "core" and collection_path.suffix == ".py":
+        return collection_path.stem not in CORE or None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in CORE:
+            item.add_marker("core")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def machine(tmp_path_factory):
     """Stands in for what commands would find on the machine: a folder with 'cache' and
