@@ -71,7 +71,8 @@ def test_lines_for_a_terminal_are_printed_in_one_place():
     for folder in ("gaupipe", "stages"):
         for path in (ROOT / folder).rglob("*.py"):
             prints = re.findall(r"print\((?!WAITS|\" \").*file=sys.stderr", path.read_text())
-            assert not prints or path.name == "terminal.py", path
+            # why a rank ends is said by itself: what handles messages may be gone
+            assert not prints or path.name == "distributed.py", path
 
 
 def test_a_bar_inside_another_one_is_gone_when_it_ends(monkeypatch):
