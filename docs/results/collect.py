@@ -233,7 +233,8 @@ def table_of_retests(rows: list[Training]) -> str:
     for name, by_seed in by_row_and_seed(rows).items():
         cells = [name, str(len(by_seed))]
         for key in ("same_image", "of_its_class", "of_another_class"):
-            cells.append(f"{statistics.fmean(row[key] for row in by_seed.values()):.2f}")
+            mean = statistics.fmean(row[key] for row in by_seed.values())
+            cells += [f"{mean:.2f}"]
         shares = ("nearest_is_image", "nearest_is_class", "refitted", "none", "of_another_image")
         for key in shares:
             found = percents([*by_seed.values()], key)
