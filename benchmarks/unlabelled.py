@@ -103,6 +103,7 @@ ROWS = {
     "conv stem, width 96": Row(targets="deit", width=96),
     "conv stem, two blocks of 16 x 16 tokens": Row(targets="deit", fine_blocks=2),
     "patches": Row(targets="deit", network="patch"),
+    "residual stem, 2 blocks, labels": Row(epochs=30, network="residual", depth=2),
     "residual stem, 2 blocks": Row(targets="deit", network="residual", depth=2),
     "residual stem, twice the residual blocks, 2 blocks": Row(
         targets="deit", network="residual", depth=2, more_blocks=1
