@@ -1,7 +1,8 @@
 """Settings for a folder of images that nobody has written settings for, each with its reason.
 
 They follow from the size of the images, their number, the names of the classes, whether there is a
-GPU, and the settings that the user gave. docs/your-own-images.md has the measurements.
+GPU, and the settings that the user gave: rows of the tables in presets.py, and what is computed of
+them here. docs/your-own-images.md has the measurements.
 """
 
 from __future__ import annotations
@@ -19,56 +20,11 @@ from gaupipe.settings import FILE_IMAGE_SIZE
 from gaupipe.settings.load import Tree, set_value
 from gaupipe.settings.teachers import TEACHERS, teacher_kind
 from gaupipe.system.files import from_here
+from stages.runs import presets
+from stages.runs.presets import Preset
 
 if TYPE_CHECKING:
     from gaupipe.vit.slicing import VitSizes
-
-# (fewest pixels of the shorter side, image_size, patch_size); None is the size of the images
-SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
-GPU_SIZES = ((128, 128, 8), *SIZES)
-SLICE_SIZES = ((128, 128, 16), *SIZES)
-"""A slice of a teacher takes its patches, of which 128 pixels have as many as 64 of half the
-size."""
-SLICE_WIDTH = {False: 96, True: 192}
-"""By whether there is a GPU."""
-NARROWEST_HEAD = 16
-MOST_VIEWS = 12
-"""Views of each image whose maps a trained teacher shows: each costs it a forward pass."""
-
-# (embed_dim, depth, training images that teacher and student see in all their epochs)
-MODEL = (64, 4, 132_000)
-GPU_MODEL = (192, 9, 600_000)
-BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images than, batch_size)
-FEWEST_EPOCHS = 12
-FEWEST_EPOCHS_OF_MANY = 10
-SEEN_OF_MANY = 230_000
-"""Images that a student sees in all its epochs where most have no labels: 10 epochs of 23,000
-images of CIFAR-10 (docs/results/data/unlabelled.json)."""
-SMALLEST_SHARE = 0.05
-RESNET_RATE = 0.016
-MOST_EPOCHS = 90
-OTHER_RATE = 1e-3
-"""The learning rate of optimizers that nothing was measured with."""
-FEW_IMAGES = 10_000
-"""Training images below which a pretrained ViT is offered before one from the start."""
-RANDAUGMENT_IMAGES = 1_000
-"""Training images below which RandAugment gains: 5.4 points with 600 of CIFAR-10, nothing with
-3,000 (docs/results/data/few.json, labels.json)."""
-PRETRAINED = "deit_tiny_patch16_224.fb_in1k"
-FINE_TUNING_EPOCHS = 10
-MOST_BYTES = 2e9  # of all stored views
-
-# (fewer Gaussians in a block than, embedding, hidden): configs/digits.yaml has 64 of an image in a
-# block, the paper's ImageNet 2,352
-COMPRESSION = ((256, 32, 128), (2_000, 128, 512), (math.inf, 256, 768))
-WINDOW = 0.92
-"""The training accuracy from which the paper's phase A stops."""
-BY_EVIDENCE = "a locality loss: at first each patch's attention is pulled to its neighbours"
-AS_IN_THE_PAPER = "Gaussians of each image, as in the paper; 'run' takes local"
-"""Why a teacher is chosen."""
-
-LOCAL_STDS = {1: [1.5], 2: [0.8, 2.0]}
-"""Stds of ``local`` for models with few heads."""
 
 WITH_A_TEACHER = ("phase_a.", "export.", "phase_b.")
 """Settings that a training without a teacher does not read."""
@@ -111,6 +67,11 @@ class Choices:
             self.reasons[key] = reason if is_open else "as you set it"
         return self.given(key)
 
+    def take(self, preset: Preset, below: str = "") -> None:
+        """Chooses all settings of a preset, whose names stand ``below`` a section."""
+        for key, (value, reason) in preset.items():
+            self.choose(f"{below}{key}", value, reason)
+
     def given(self, key: str, otherwise: Any = None) -> Any:
         """The value of ``a.b``; ``otherwise`` where it is not set."""
         value: Any = self.tree
@@ -149,13 +110,14 @@ def choose(
     if not str(choices.given("model.name", "gauvit_")).startswith("gauvit_"):
         _choose_fine_tuning(choices, images, facts.counts)
         return choices
-    dim, depth, seen = GPU_MODEL if gpu else MODEL
+    dim, depth, seen = presets.GPU_MODEL if gpu else presets.MODEL
     if teacher is None:
-        size, tokens = _choose_sizes(choices, facts, GPU_SIZES if gpu else SIZES, "conv")
+        sizes = presets.GPU_SIZES if gpu else presets.SIZES
+        size, tokens = _choose_sizes(choices, facts, sizes, "conv")
         maps = _choose_model(choices, dim, depth)
     else:
-        size, tokens = _choose_sizes(choices, facts, SLICE_SIZES, "patch")
-        maps = _choose_slice(choices, teacher, SLICE_WIDTH[gpu], depth)
+        size, tokens = _choose_sizes(choices, facts, presets.SLICE_SIZES, "patch")
+        maps = _choose_slice(choices, teacher, presets.SLICE_WIDTH[gpu], depth)
     teacher = choices.given("phase_a.teacher")
     if facts.unlabelled or (isinstance(teacher, str) and not teacher_kind(teacher).shows_maps):
         _choose_predictions(choices, images, facts.unlabelled, seen)
@@ -241,7 +203,7 @@ def _choose_slice(choices: Choices, teacher: TeacherSizes, width: int, depth: in
 
     # the teacher's heads, or as many of them as the width holds
     heads: int = most.heads
-    while heads > 1 and (width % heads or width // heads < NARROWEST_HEAD):
+    while heads > 1 and (width % heads or width // heads < presets.NARROWEST_HEAD):
         heads -= 1
     heads = choices.choose("model.args.num_heads", heads, f"attention heads, of {most.heads}")
     choices.choose("model.args.mlp_ratio", 4)
@@ -253,28 +215,21 @@ def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -
     sizes = {"embed_dim", "depth", "num_heads", "mlp_ratio"}
     if sizes & {*choices.given("model.args", {})}:  # it has to learn again what a slice has lost
         choices.choose("model.name", "", "a slice of its weights, and the images that it expects")
-        epochs = epochs_of(images, MODEL[-1])
+        epochs = epochs_of(images, presets.MODEL[-1])
         choices.choose("train.epochs", epochs, "of the training, as from the start")
-        choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
+        choices.choose("train.optim.lr", presets.MUON_RATE, "the learning rate, of timm's Muon")
     else:
         choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
-        choices.choose("train.epochs", FINE_TUNING_EPOCHS, "of the training")
-        _choose_optimizer_of_fine_tuning(choices, "train.optim")
+        choices.choose("train.epochs", presets.FINE_TUNING_EPOCHS, "of the training")
+        choices.take(presets.OPTIMIZER_OF_FINE_TUNING, "train.optim.")
     _choose_batch(choices, images)
     _choose_flip(choices, classes)
     reason = "a random part of each image, of at least this area"
     choices.choose("augment.resized_crop", {"scale": [0.5, 1.0]}, reason)
 
 
-def _choose_optimizer_of_fine_tuning(choices: Choices, optim: str) -> None:
-    choices.choose(f"{optim}.name", "adamw", "the optimizer")
-    choices.choose(f"{optim}.lr", 2e-4, "the learning rate, lower than from the start")
-    reason = "each block has this share of the next one's learning rate"
-    choices.choose(f"{optim}.args.layer_decay", 0.75, reason)
-
-
 def _choose_batch(choices: Choices, images: int) -> None:
-    batch = next(size for fewer, size in BATCHES if images < fewer)
+    batch = next(size for fewer, size in presets.BATCHES if images < fewer)
     choices.choose("data.batch_size", batch, f"images in a step, of {images:,} in an epoch")
 
 
@@ -286,14 +241,14 @@ def _choose_flip(choices: Choices, classes: Iterable[str]) -> None:
 
 def epochs_of(images: int, seen: int) -> int:
     """The epochs that show a model so many images in all."""
-    return min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS)
+    return min(max(seen // images, presets.FEWEST_EPOCHS), presets.MOST_EPOCHS)
 
 
 def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: int) -> None:
     """Chooses a teacher that predicts the images without labels, and a student that learns from its
     predictions: each image weighs the same."""
-    reason = "a narrow ResNet that learns from the labels; a pretrained model's name is better"
-    teacher = choices.choose("phase_a.teacher", "resnet", reason)
+    choices.take(presets.RESNET)
+    teacher = choices.given("phase_a.teacher")
     choices.choose("model.attention", "standard", "its attention; another one is --student NAME")
     labels_epochs = epochs_of(images, seen)
     fine_tuned = choices.given("phase_a.fine_tune_epochs", 0)
@@ -301,24 +256,24 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
         choices.choose("phase_a.stop_accuracy", 1.0)
         choices.choose("phase_a.augment", True)
     if fine_tuned:
-        _choose_optimizer_of_fine_tuning(choices, "phase_a.optim")
+        choices.take(presets.OPTIMIZER_OF_FINE_TUNING, "phase_a.optim.")
     elif teacher_kind(teacher).trained:
         choices.choose("phase_a.max_epochs", labels_epochs, "of the teacher, on the labels")
     if teacher == "resnet":
-        choices.choose("phase_a.optim.lr", RESNET_RATE, "its learning rate, of timm's Muon")
+        choices.choose("phase_a.optim.lr", presets.RESNET_RATE, "its learning rate, of timm's Muon")
     both = images + unlabelled
-    epochs = min(max(SEEN_OF_MANY // both, FEWEST_EPOCHS_OF_MANY), MOST_EPOCHS)
+    epochs = max(presets.SEEN_OF_MANY // both, presets.FEWEST_EPOCHS_OF_MANY)
+    epochs = min(epochs, presets.MOST_EPOCHS)
     epochs = choices.given("train.epochs") or epochs  # those of all trainings, where given
     epochs = choices.choose("phase_b.epochs", epochs, f"which show it {epochs * both:,} images")
     if choices.given("train.epochs") is None:
         choices.choose("train.epochs", labels_epochs, "of the baseline, on the labels alone")
     share = 0.5
     if unlabelled:
-        share = max(SMALLEST_SHARE, round(images / both, 2))
+        share = max(presets.SMALLEST_SHARE, round(images / both, 2))
     choices.choose("phase_b.beta", share, "the weight of the labels: the share of their images")
     choices.choose("phase_b.alpha", round(1 - share, 2), "the weight of the teacher's predictions")
-    choices.choose("phase_b.gamma", 0.0, "no attention maps: they added little to predictions")
-    choices.choose("export.kind", "predictions", "of each image as it is, 2 bytes for each class")
+    choices.take(presets.PREDICTIONS)
     _choose_batch(choices, both)
     _choose_optimizer(choices, epochs)
 
@@ -326,10 +281,8 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
 def _choose_training(choices: Choices, images: int, epochs: int, tokens: int, paper: bool) -> None:
     """Chooses a teacher, a student with twice the epochs of one that is trained here, and a
     baseline with those of both."""
-    if paper:
-        teacher = choices.choose("phase_a.teacher", "gaussian", AS_IN_THE_PAPER)
-    else:
-        teacher = choices.choose("phase_a.teacher", "local", BY_EVIDENCE)
+    choices.take(presets.PAPERS if paper else presets.LOCAL)
+    teacher = choices.given("phase_a.teacher")
     choices.choose("model.attention", "standard", "its attention; another one is --student NAME")
     if choices.given("train.epochs") is None:  # else it is the student's, too
         student_epochs = epochs
@@ -353,57 +306,49 @@ def _choose_training(choices: Choices, images: int, epochs: int, tokens: int, pa
 def _choose_the_papers(choices: Choices, tokens: int) -> None:
     """Chooses the GauTransformer paper's phase A, with a decoder that suits the ViT, and the
     weights of its three losses."""
-    choices.choose("phase_a.stop_accuracy", WINDOW, "the training accuracy at which it stops")
-    choices.choose("phase_a.mode", "stochastic", "one sampled point for each query")
-    choices.choose("phase_a.parametrisation", "paper")
-    choices.choose("phase_a.augment", False)
-    reason = "a vector for each image, which is decoded"
-    per_image = choices.choose("phase_a.per_image", "embedding", reason)
+    choices.take(presets.PAPERS_TEACHER)
+    per_image = choices.given("phase_a.per_image")
     if per_image != "none":
         choices.choose("phase_a.prior", False)
     if per_image == "embedding":
         gaussians = tokens * choices.given("model.args.num_heads", 12)
-        embedding, hidden = next(row[1:] for row in COMPRESSION if gaussians < row[0])
+        embedding, hidden = next(row[1:] for row in presets.COMPRESSION if gaussians < row[0])
         choices.choose("phase_a.compression.embedding", embedding, "numbers of this vector")
         choices.choose("phase_a.compression.hidden", hidden, "the width of the decoder")
-        choices.choose("phase_a.rows.lr", 0.02)
-        choices.choose("phase_a.rows.initial_std", 1.0)
-    choices.choose("phase_b.alpha", 0.2, "the weight of the teacher's predictions")
-    choices.choose("phase_b.beta", 0.1, "the weight of the labels")
-    choices.choose("phase_b.gamma", 0.7, "the weight of the teacher's attention maps")
-    choices.choose("phase_b.gamma_schedule", "constant")
-    choices.choose("phase_b.divergence", "student_teacher")
+        choices.take(presets.PAPERS_ROWS)
+    choices.take(presets.PAPERS_LOSSES)
 
 
 def _choose_maps(choices: Choices, teacher: str, student_epochs: int) -> None:
     """Chooses a training from labels and, at first, from the maps of any other teacher."""
     if not is_given(teacher):
         choices.choose("phase_a.stop_accuracy", 1.0)
-    choices.choose("phase_b.alpha", 0.0)
-    choices.choose("phase_b.beta", 1.0)
-    weight = 0.3 if teacher_kind(teacher).stored else 0.25
+    choices.take(presets.MAPS)
+    weight, share = presets.LOCAL_MAPS
+    if teacher_kind(teacher).stored:
+        weight, share = presets.STORED_MAPS
     gamma = choices.choose("phase_b.gamma", weight, "the weight of the teacher's attention maps")
     schedule = choices.choose("phase_b.gamma_schedule", "stop_after")
     if schedule == "stop_after" and gamma:
-        share = 1 / 3 if teacher_kind(teacher).stored else 2 / 5
         gamma_epochs = max(1, int(share * student_epochs))
         if is_given(teacher):
-            gamma_epochs = min(gamma_epochs, MOST_VIEWS)
+            gamma_epochs = min(gamma_epochs, presets.MOST_VIEWS)
         choices.choose("phase_b.gamma_epochs", gamma_epochs, "epochs with these maps")
     if teacher == "local":
         heads = choices.given("model.args.num_heads")
         reason = "the width of its Gaussians in tokens, by head"
-        choices.choose("phase_a.local.std", LOCAL_STDS.get(heads, [0.7, 1.5, 3.0]), reason)
+        stds = presets.LOCAL_STDS.get(heads, presets.STDS_OF_MORE_HEADS)
+        choices.choose("phase_a.local.std", stds, reason)
 
 
 def _choose_optimizer(choices: Choices, student_epochs: int) -> None:
     """Chooses the learning rate, and timm's Muon with its schedule unless another one is given."""
     optimizer = choices.given("train.optim.name")
     if optimizer in (None, "muon"):
-        choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
+        choices.choose("train.optim.lr", presets.MUON_RATE, "the learning rate, of timm's Muon")
     else:
         reason = f"the learning rate; try what suits {optimizer}"
-        choices.choose("train.optim.lr", OTHER_RATE, reason)
+        choices.choose("train.optim.lr", presets.OTHER_RATE, reason)
     if optimizer is None:
         warmup = min(4, student_epochs // 4)
         choices.choose("train.optim.warmup_epochs", warmup, "epochs until it is reached")
@@ -429,7 +374,7 @@ def _choose_augmentation(
 
     teacher = choices.given("phase_a.teacher")
     moves = choices.given("augment.crop_padding") and teacher_kind(teacher).shows_views
-    most = int(MOST_BYTES / view_bytes)
+    most = int(presets.MOST_BYTES / view_bytes)
     if learns and moves and most > 1:
         views = min(max(2, epochs), most)
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
@@ -439,14 +384,14 @@ def _choose_augmentation(
         reason = "a quarter of each query's keys, those with the largest attention"
         choices.choose("export.kind", "topk", reason)
 
-    if teacher == "local" and images < RANDAUGMENT_IMAGES:
+    if teacher == "local" and images < presets.RANDAUGMENT_IMAGES:
         reason = "one operation on each image, because there are few"
         choices.choose("augment.randaugment", {"ops": 1, "magnitude": 6.0}, reason)
 
 
 def fine_tuning(folder: Path) -> list[str]:
     """The command that fine-tunes a pretrained ViT on the images of a folder."""
-    model = ["--model", PRETRAINED, "--download"]
+    model = ["--model", presets.PRETRAINED, "--download"]
     return ["gaupipe", "train", "--data", from_here(folder), *model]
 
 

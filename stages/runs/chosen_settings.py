@@ -15,8 +15,9 @@ from gaupipe.data.unlabelled import folder_beside
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.load import Overrides, load_merged, parse, read_overrides, with_overrides
 from gaupipe.system.errors import UserError
-from stages.runs.choices import FEW_IMAGES, Choices, choose, fine_tuning, has_gpu, is_given
+from stages.runs.choices import Choices, choose, fine_tuning, has_gpu, is_given
 from stages.runs.directory import RunDirectory
+from stages.runs.presets import FEW_IMAGES
 from stages.runs.trained_teacher import choose_start, look_at
 
 

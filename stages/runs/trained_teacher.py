@@ -14,7 +14,8 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.readable_vit import has_standard_attention
 from gaupipe.vit.build import create_model
 from gaupipe.vit.fine_tuning import build_untrained, sizes_of
-from stages.runs.choices import MOST_VIEWS, Choices, TeacherSizes
+from stages.runs.choices import Choices, TeacherSizes
+from stages.runs.presets import MOST_VIEWS
 
 
 def look_at(name: str, arguments: dict[str, Any]) -> TeacherSizes | None:
