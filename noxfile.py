@@ -39,6 +39,7 @@ def lint(session: nox.Session) -> None:
     session.install("-e", ".[dev]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("biome", "ci")
     session.run("mypy")
     session.run("sphinx-build", "-qEW", "--keep-going", "-c", "docs", ".", "build/site")
 

@@ -149,6 +149,7 @@ def shared(browser, run):
     with serving(viewer) as address:
         viewer.start()
         page = Page(browser, address)
+        page.base = "student="
         page.open()
         page.page.wait_for_selector("#thumbs img")
         yield page
@@ -175,7 +176,8 @@ def test_gallery(page, run):
     assert page.page.locator(".thumb.wrong").count() == len(wrong)
     page.page.select_option("#order", "wrong")
     page.until(f"document.querySelector('.thumb').dataset.image == {first(logits, wrong)}")
-    page.page.select_option("#class", "3")
+    page.page.fill("#class", "3")
+    page.press("Enter")
     count = int((labels == 3).sum())
     page.until(f"document.querySelectorAll('.thumb').length == {count}")
     assert page.state()["order"] == "wrong" and page.state()["class"] == "3"
@@ -256,7 +258,8 @@ def test_a_link_shows_the_same(page, browser):
     other = Page(browser, page.address)
     other.open(page.page.url.partition("#")[2])
     for one in (page, other):
-        assert one.page.input_value("#order") == "sure" and one.page.input_value("#class") == "2"
+        assert one.page.input_value("#order") == "sure"
+        assert one.page.input_value("#class") == "class 2"
         assert one.page.get_attribute("[data-show=teacher]", "aria-pressed") == "true"
         assert one.page.is_checked("#scale") and one.page.input_value("#opacity") == "0.3"
     pictures = [
@@ -266,7 +269,7 @@ def test_a_link_shows_the_same(page, browser):
     assert pictures[0] == pictures[1] and len(pictures[0]) > 8
     assert not other.complaints
     other.page.close()
-    page.open("image=x&layer=99&head=-1&query=1e3&nonsense=1&student=nobody")  # what makes no sense
+    page.open("layer=99&head=-1&query=1e3&nonsense=1&student=nobody")  # what makes no sense
     assert page.text("#title").startswith("Image 0:") and "layer" not in page.state()
 
 
@@ -388,12 +391,48 @@ def test_a_student_beside_the_teacher_fills_the_page(page):
     page.page.set_viewport_size({"width": 1280, "height": 800})
 
 
+def test_a_run_opens_with_its_student_beside_its_teacher(browser, shared):
+    page = Page(browser, shared.address)
+    page.open("image=3")
+    assert page.page.locator("#panes canvas").count() == 2
+    assert page.page.input_value("#student") == "standard" and "student" not in page.state()
+    page.page.select_option("#student", "")
+    page.until("document.querySelectorAll('#panes canvas').length === 1")
+    assert page.state()["student"] == ""
+    page.press("s")  # there is no teacher to change to
+    assert "show" not in page.state() and page.complaints == []
+    page.page.close()
+
+
+def test_on_a_phone_the_picture_stays_while_its_maps_are_tapped(page):
+    page.page.set_viewport_size({"width": 390, "height": 844})
+    page.open("image=3&layer=1&head=1&query=6")
+    assert page.page.locator("#grid").bounding_box()["y"] < 844
+    last = page.page.locator(".cell").last
+    last.scroll_into_view_if_needed()
+    page.page.evaluate("scrollBy(0, 200)")
+    last.click()
+    box = page.page.locator("#panes canvas").bounding_box()
+    assert box["y"] >= 0 and box["y"] + box["height"] <= 844
+    page.page.set_viewport_size({"width": 1280, "height": 800})
+
+
+def test_the_slider_draws_no_charts(page):
+    page.open("image=3&layer=1&head=1&query=6")
+    page.page.evaluate("document.querySelector('.plot').dataset.kept = 'yes'")
+    page.page.fill("#opacity", "0.7")
+    assert page.state()["opacity"] == "0.7"
+    assert page.page.locator(".plot[data-kept=yes]").count() == 1
+
+
 def test_a_banner_wraps_on_a_phone(page):
     page.page.set_viewport_size({"width": 390, "height": 844})
     page.open(f"image=3&student={'nobody' * 20}")
     banner = page.page.locator("#banner").bounding_box()
     assert page.page.evaluate("document.documentElement.scrollWidth") == 390
     assert banner["x"] + banner["width"] <= 390 and banner["height"] > 60  # three lines
+    page.page.click("#banner [title=Close]")
+    assert page.page.is_hidden("#banner")
     page.page.set_viewport_size({"width": 1280, "height": 800})
 
 

@@ -4,6 +4,7 @@ of heads, and `gaupipe.show`."""
 import contextlib
 import json
 import os
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,7 +19,7 @@ from PIL import Image
 from scipy.ndimage import maximum_filter
 
 import gaupipe
-from gaupipe.data.prepared import PreparedImages
+from gaupipe.data.prepared import PreparedImages, folder_labels
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.files import open_model
@@ -29,6 +30,7 @@ from stages.look.picture import light
 from stages.view import app
 from stages.view.messages import Start
 from stages.view.notebook import as_files
+from stages.view.page import write_page
 from stages.view.serve import model_viewer, open_viewer
 from viewing import Page, get, serving, unpacked
 from vits import randomised
@@ -173,7 +175,7 @@ def test_images_of_a_run_cannot_be_added_to(small_run, tmp_path):
     viewer = open_viewer(None, small_run)
     viewer.load_images()
     with pytest.raises(UserError, match="gaupipe view --model"):
-        viewer.find(str(tmp_path / "new.png"))
+        viewer.find_or_add(str(tmp_path / "new.png"))
 
 
 def test_it_opens_on_the_gradient_for_the_class_token_or_on_what_there_is(viewer, folder, tmp_path):
@@ -314,6 +316,74 @@ def test_a_map_that_reads_the_border_says_so(viewer, browser):
     assert inner == [5, 6]
 
 
+def test_a_link_names_the_file(viewer, folder, browser, tmp_path):
+    """Also of several files of one name, by their folders, and in a page without a server."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        ramps(50, 60).save(tmp_path / name / "same.png")
+        viewer.add(tmp_path / name / "same.png")
+    assert viewer.names("train") == ["high.png", "wide.png", "one/same.png", "two/same.png"]
+    write_page(viewer, tmp_path / "page.html", [0, 1], "train", {"image": 0})
+    with serving(viewer) as address:
+        for url in (address, (tmp_path / "page.html").as_uri()):
+            page = Page(browser, url)
+            page.open("image=wide.png")
+            assert page.text("#title") == "wide.png" and page.state()["image"] == "wide.png"
+            assert page.complaints == []
+            page.open("image=absent.png")
+            assert "absent.png" in page.text("#error")
+            page.page.close()
+
+
+def test_folders_called_like_classes_label_their_images(tmp_path, browser):
+    names = ["tabby, tabby cat", "tiger cat", "maillot", "maillot, tank suit"]
+    folders = ["Tabby", "tiger_cat", "maillot", "maillot, tank suit", "tank suit", "dog"]
+    paths = [tmp_path / "photos" / name / "one.png" for name in folders]
+    assert folder_labels(paths, names).tolist() == [0, 1, 2, 3, 3, -1]
+    imagenet = [f"class {label}" for label in range(1000)]
+    assert folder_labels([tmp_path / "n02123045" / "one.png"], imagenet).tolist() == [281]
+
+    model = randomised(timm.create_model("vit_tiny_patch16_224", **SIZES | dict(num_classes=4)))
+    save_student(model, tmp_path / "model", label_names=names)
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        ramps(50, 60).save(path)
+    job, _ = open_model(str(tmp_path / "model"), [tmp_path / "photos"], to_look=True)
+    viewer = model_viewer(job)
+    with serving(viewer) as address:
+        page = Page(browser, address)
+        page.open()
+        page.until("document.querySelectorAll('.thumb.wrong').length > 0")  # when it has been read
+        predicted = unpacked(viewer.image(0), "maps")[0]["predicted"]  # of six photos alike
+        labels = viewer.data.train.labels
+        wrong = (labels != predicted) & (labels != -1)
+        assert page.page.locator(".thumb.wrong").count() == wrong.sum()
+        said = page.page.locator(".thumb span").all_inner_texts()
+        shown = ["tabby", "tiger cat", "maillot", "maillot, tank suit"]
+        assert set(said) == {names[predicted]} or set(said) == {shown[predicted]}
+        page.page.select_option("#order", "wrong")
+        right = str(int(np.flatnonzero(labels == predicted)[0]))
+        page.until("location.hash.includes('order=wrong')")
+        page.until(f"document.querySelectorAll('.thumb')[0].dataset.image !== '{right}'")
+        page.page.fill("#class", names[predicted])
+        page.press("Enter")
+        page.until("!document.querySelector('#none-wrong').hidden")
+        page.page.close()
+
+
+def test_predictions_come_in_when_nobody_waits(viewer):
+    """Behind the page, and not while an answer is computed."""
+    with viewer.answering():
+        assert viewer.page("train", "", "id", None, 0).items[0].predicted is None
+        time.sleep(0.5)
+        assert viewer.gallery("train", "").done == 0
+    viewer.gallery("train", "").thread.join()
+    [first, second] = viewer.page("train", "", "unsure", None, 0).items
+    assert first.predicted is not None and first.probability <= second.probability
+    of_class = viewer.page("train", "", "id", first.predicted, 0).items  # without labels
+    assert first.id in [item.id for item in of_class]
+
+
 def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, browser, tmp_path):
     ramps(120, 70).save(tmp_path / "other.png")
     with serving(viewer) as address:
@@ -334,7 +404,8 @@ def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, br
         )
         page.page.wait_for_selector("h2:has-text('dropped.jpg')")
         page.until("document.querySelectorAll('.thumb').length == 4")
-        assert page.saved("#png").startswith(b"\x89PNG")
+        with Image.open(BytesIO(page.saved("#png"))) as card:
+            assert card.format == "PNG" and card.width == 1600
         page.page.fill("#go-to", "nothing.png")
         page.page.press("#go-to", "Enter")
         page.page.wait_for_selector("#banner:has-text('nothing.png: neither')")

@@ -40,7 +40,10 @@ def get(url: str, data: bytes | None = None, **headers: str) -> tuple[int, bytes
 
 
 class Page:
-    """One page of the browser at an address, with what its console complained about."""
+    """One page of the browser at an address, with what its console complained about. ``base`` is
+    part of each state that does not say otherwise."""
+
+    base = ""
 
     def __init__(self, browser, address: str, **options) -> None:
         self.address, self.complaints = address, []
@@ -55,6 +58,8 @@ class Page:
 
     def open(self, state: str = "") -> None:
         """Goes to a state as a link does, and waits until it is shown."""
+        if self.base.partition("=")[0] not in state:
+            state = "&".join(filter(None, [state, self.base]))
         self.page.goto("about:blank")
         self.page.goto(f"{self.address}#{state}")
         self.page.wait_for_selector("html[data-ready]")

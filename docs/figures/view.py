@@ -29,13 +29,14 @@ from sklearn.datasets import load_sample_image
 FIGURES = Path(__file__).parent
 DESKTOP = (1280, 800)
 OF_PHOTOS = {
-    "view": (DESKTOP, "image=0"),
-    "view_patch": (DESKTOP, "image=1&layer=6&head=2&query=90"),
+    "view": (DESKTOP, "image=china.png"),
+    "view_tested": (DESKTOP, "image=china.png&style=squares"),
+    "view_patch": (DESKTOP, "image=china.png&layer=6&head=2&query=90"),
 }
 DARK = {"view_patch"}
 OF_DIGITS = {
     "view_student": (DESKTOP, "image=3&layer=1&head=1&query=6&student=standard"),
-    "view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=6"),
+    "view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=6&student="),
 }
 
 
@@ -71,6 +72,9 @@ def screenshot(browser: Browser, address: str, name: str, size: tuple[int, int])
     page.wait_for_selector("#thumbs img")
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(500)
+    if name == "view_tested":
+        page.click("#test")
+        page.wait_for_selector("#tested:not(:empty)")
     picture = Image.open(BytesIO(page.screenshot())).convert("RGB")
     path = FIGURES / f"{name}.png"
     small(picture).save(path, optimize=True)

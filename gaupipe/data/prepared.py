@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from timm.data import create_transform
+from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset
 from torch import Tensor
 
 from gaupipe.data.decoding import read_rgb, refusing
 from gaupipe.data.folder import images_below
-from gaupipe.data.images import FileImages, without_ends
+from gaupipe.data.images import UNLABELLED, FileImages, without_ends
 from gaupipe.settings import DataSettings
 from gaupipe.settings.places import check_images
 from gaupipe.system.errors import UserError
 
 
 class PreparedImages(FileImages):
-    """Image files without labels, resized and cropped by the ``transform`` that timm gives a
+    """Image files, resized and cropped by the ``transform`` that timm gives a
     model: keywords of ``timm.data.create_transform``."""
 
     def __init__(self, paths: Sequence[Path], transform: dict[str, Any]) -> None:
@@ -62,6 +62,25 @@ class PreparedImages(FileImages):
 
     def _square(self, position: int) -> Tensor:
         return self._read(Path(self.path(position)))
+
+
+def folder_labels(paths: Sequence[Path], class_names: Sequence[str]) -> np.ndarray:
+    """The class int64 [N] of each image whose folder is called like one, or like one of its names
+    (``tabby, tabby cat``), or by ImageNet's number of it (``n02123045``), in any case, with ``_``
+    for blanks; :data:`UNLABELLED` of other images."""
+    known: dict[str, int] = {}
+    numbers: Sequence[str] = ()
+    subset = infer_imagenet_subset({"num_classes": len(class_names)})
+    if subset is not None:
+        numbers = ImageNetInfo(subset).label_names()
+    parts = [name.split(", ") for name in class_names]
+    for names in ([[name] for name in class_names], parts, [[number] for number in numbers]):
+        for label, synonyms in enumerate(names):
+            for synonym in synonyms:
+                known.setdefault(synonym.lower(), label)
+    folders = [path.resolve().parent.name.lower() for path in paths]
+    labels = [known.get(name, known.get(name.replace("_", " "), UNLABELLED)) for name in folders]
+    return np.array(labels, np.int64)
 
 
 def image_files(paths: Sequence[Path]) -> Iterator[Path]:

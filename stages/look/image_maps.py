@@ -19,7 +19,7 @@ from torch import Tensor
 
 import store
 from gaupipe.data.batches import Batch, Batches
-from gaupipe.data.images import FileImages
+from gaupipe.data.images import UNLABELLED, FileImages
 from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
@@ -42,6 +42,8 @@ from stages.runs.students import recorded_store
 from stages.runs.trained import load_student, open_maps
 
 CPU = torch.device("cpu")
+FEW = 8
+"""Images that are predicted at once: who looks at one meanwhile waits for them."""
 Crop = tuple[float, float, float, float]
 """Part of a picture: left, top, right and bottom in shares of its width and height."""
 WHOLE: Crop = (0.0, 0.0, 1.0, 1.0)
@@ -213,7 +215,8 @@ class LiveMaps:
         self.layers = len(model.blocks)
         self.blocks = list(range(self.layers))
         self.extra = names_of_tokens(model)
-        self.labelled = not isinstance(data.train.source, PreparedImages)
+        given = not isinstance(data.train.source, PreparedImages)
+        self.labelled = given or bool((data.train.labels != UNLABELLED).any())
         self.predicts = classifies(model)
         self.explains = self.predicts
         """Whether there is a :meth:`relevance`."""
@@ -238,7 +241,7 @@ class LiveMaps:
         seen = ImageMaps(
             grid=self.grid,
             map=maps.__getitem__,
-            label=int(batch.labels[0]) if self.labelled else None,
+            label=int(batch.labels[0]) if self.labelled and batch.labels[0] >= 0 else None,
             logits=traced.logits[0].detach() if self.predicts else None,
             extra=self.extra,
             by=self.name,
@@ -289,7 +292,7 @@ class LiveMaps:
 
     def predictions(self, split: str) -> Iterator[tuple[Tensor, Tensor]]:
         """(logits [B, C], labels [B]) of all images of a split, a part at a time."""
-        for batch in Batches(getattr(self.data, split), self.data, CPU, 32).in_order():
+        for batch in Batches(getattr(self.data, split), self.data, CPU, FEW).in_order():
             with torch.inference_mode():
                 yield self.model(batch.images).float(), batch.labels
 

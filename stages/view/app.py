@@ -55,7 +55,7 @@ def asked(request: Request) -> SimpleNamespace:
     student is the store's teacher or, where there is no store, the first model; a class that is not
     named is None."""
     query = {"image": "0", "view": "0", "page": "0", "split": "train", "student": "", "order": "id"}
-    query["side"] = str(PHOTO)
+    query |= {"side": str(PHOTO), "name": ""}
     query |= {**request.path_params, **request.query_params}
     numbers: dict[str, Any] = {}
     names = ["image", "view", "page", "side"]
@@ -88,6 +88,7 @@ def make_app(viewer: Viewer) -> Starlette:
         "/api/relevance/{image}": lambda a: viewer.relevance(
             a.student, a.image, a.label, a.view, a.split
         ),
+        "/api/find": lambda a: {"image": viewer.find(a.name, a.split)},
         "/api/test/{image}": lambda a: asdict(
             viewer.test(a.student, a.image, a.label, a.patches, a.view, a.split)
         ),
@@ -104,9 +105,20 @@ def make_app(viewer: Viewer) -> Starlette:
         if content:
             image = await run_in_threadpool(viewer.drop, name, bytes(content))
         else:
-            image = await run_in_threadpool(viewer.find, name)
+            image = await run_in_threadpool(viewer.find_or_add, name)
         return as_json({"image": image})
 
+    def first(answer: Answer) -> Answer:
+        """An answer that somebody waits for, before whom nothing is read ahead."""
+
+        def computed(question: SimpleNamespace) -> Mapping[str, Any] | bytes | tuple[bytes, str]:
+            with viewer.answering():
+                return answer(question)
+
+        return computed
+
+    for path in ("image", "pixels", "relevance", "test"):
+        answers[f"/api/{path}/{{image}}"] = first(answers[f"/api/{path}/{{image}}"])
     routes = [Route(path, partial(respond, answer)) for path, answer in answers.items()]
     routes.append(Route("/api/images", add, methods=["POST"]))
     page = Mount("/", StaticFiles(directory=Path(STATIC), html=True))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import store
+from gaupipe.data.images import UNLABELLED
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.vit.heads import probabilities
@@ -68,9 +69,10 @@ class Gallery:
             listed by their number alone
     labels  [N], where they are known before
     labelled
-            False for images without labels
+            False for images without labels; a single one may be :data:`UNLABELLED`
     predicts
             False for logits that predict nothing
+    wait    is called before each part: it returns when there is nothing better to do
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Gallery:
         labels: np.ndarray | None = None,
         labelled: bool = True,
         predicts: bool = True,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         self.images = images
         self.classes = classes
@@ -88,16 +91,22 @@ class Gallery:
         self.labels = labels
         self.labelled = labelled
         self.predicts = predicts
+        self.wait = wait
         self.done = 0
         self.error = ""
-        self.predicted: np.ndarray | None = None  # [N], with their probabilities
+        self.predicted = np.zeros(images, np.int64)  # with their probabilities, of those done
         self.probability = np.zeros(images, np.float32)
         self.thread: threading.Thread | None = None
 
     @property
     def reading(self) -> bool:
         """True while the thread reads."""
-        return self.thread is not None and self.predicted is None and not self.error
+        return self.thread is not None and not self.complete and not self.error
+
+    @property
+    def complete(self) -> bool:
+        """True when labels and predictions of all images have been read."""
+        return self.done == self.images
 
     def start(self) -> None:
         """Starts to read labels and predictions, unless that has been done."""
@@ -107,18 +116,21 @@ class Gallery:
 
     def read_all(self) -> None:
         """Reads labels and predictions of all images."""
-        columns = []
+        labels = np.full(self.images, UNLABELLED)
         try:
+            self.wait()
             for logits, truth in self.parts():
                 sure, likeliest = probabilities(logits).max(-1)
-                columns.append((truth.numpy(), likeliest.numpy(), sure.numpy()))
-                self.done += len(truth)
+                part = slice(self.done, self.done + len(truth))
+                labels[part] = truth
+                self.predicted[part] = likeliest
+                self.probability[part] = sure
+                if part.stop == self.images and self.labels is None and self.labelled:
+                    self.labels = labels
+                self.done = part.stop  # last, as it says that these are known
+                self.wait()
         except (store.StoreError, UserError, OSError) as error:
             self.error = str(error)
-            return
-        labels, predicted, self.probability = map(np.concatenate, zip(*columns, strict=True))
-        self.labels = labels if self.labelled else None
-        self.predicted = predicted  # last, as it says that all has been read
 
     def page(self, order: str = "id", label: int | None = None, number: int = 0) -> Page:
         """One page, of a class or of all. Raises UserError for an order or a class that there is
@@ -136,30 +148,32 @@ class Gallery:
 
     def _item(self, image: int) -> Item:
         label = predicted = probability = None
-        if self.labels is not None:
+        if self.labels is not None and self.labels[image] != UNLABELLED:
             label = int(self.labels[image])
-        if self.predicted is not None and self.predicts:
+        if image < self.done and self.predicts:
             predicted = int(self.predicted[image])
             probability = round(float(self.probability[image]), 6)
         return Item(image, label, predicted, probability)
 
     def _ordered(self, order: str, label: int | None) -> np.ndarray | None:
-        """Image ids of a class, or of all, in an order; None while that is not known."""
+        """Image ids of a class, or of all, in an order; None while that is not known. Images
+        without labels are of the class that is predicted."""
         ids = np.arange(self.images)
-        if label is not None and self.labelled:
-            if self.labels is None:
+        if label is not None and (self.labelled or self.predicts):
+            classes = self.labels if self.labelled else self.predicted
+            if classes is None or not (self.labelled or self.complete):
                 return None
-            ids = np.flatnonzero(self.labels == label)
+            ids = np.flatnonzero(classes == label)
         if order == "id" or not self.predicts:
             return ids
 
-        if self.predicted is None:
+        if not self.complete:
             return None
         key = self.probability[ids]
         if order != "unsure":
             key = -key
         if order == "wrong" and self.labels is not None:
-            right = self.predicted[ids] == self.labels[ids]
+            right = (self.predicted[ids] == self.labels[ids]) | (self.labels[ids] == UNLABELLED)
             key = key + 2 * right  # a probability is at most 1: those come after all wrong ones
         return ids[np.argsort(key, kind="stable")]
 

@@ -26,6 +26,8 @@ class Start:
     layer: int
     head: str
     query: int | str
+    student: str = ""
+    """Whose maps are shown; "" is the store's teacher or, where there is no store, the first."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class About:
     views: int
     classes: int
     labelled: bool
+    predicts: bool
+    """Whether classes of images are predicted, by which they can be put in order."""
     split: str
     """Whose images the page shows first."""
     students: list[str]

@@ -90,6 +90,8 @@ class EmbeddedImage:
     opens with."""
     pixels: list[str]
     """URLs of the pictures."""
+    file: str | None
+    """Its name in links."""
 
 
 def embedded_image(viewer: Viewer, image: int, split: str) -> EmbeddedImage:
@@ -111,6 +113,7 @@ def embedded_image(viewer: Viewer, image: int, split: str) -> EmbeddedImage:
             for name in explained
         },
         pixels=[url(*viewer.pixels(image, view, split, SIDE)) for view in views],
+        file=viewer.names(split)[image] if viewer.has_data else None,
     )
 
 

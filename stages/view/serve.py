@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import store
+from gaupipe.data.prepared import folder_labels
 from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
@@ -88,14 +89,21 @@ def run(
 
 
 def model_viewer(teacher: FilesTeacher, note: str = "") -> Viewer:
-    """The maps of a model on image files, to which others can be added."""
+    """The maps of a model on image files, to which others can be added. Folders that are called
+    like classes label their images."""
+
+    def labelled(data: ImageData) -> ImageData:
+        paths = [Path(data.train.path(image)) for image in range(len(data.train))]
+        data.train.source.labels = folder_labels(paths, data.class_names)
+        return data
 
     def extend(files: list[Path]) -> ImageData:
-        return images_of(teacher.images, teacher.data.num_classes, files=files)
+        return labelled(images_of(teacher.images, teacher.data.num_classes, files=files))
 
+    data = labelled(teacher.data)
     name = ending(teacher.network.name)
-    models: dict[str, Load] = {name: lambda _: LiveMaps(name, teacher.network.model, teacher.data)}
-    return Viewer(name, models, data=teacher.data, note=note, extend=extend)
+    models: dict[str, Load] = {name: lambda _: LiveMaps(name, teacher.network.model, data)}
+    return Viewer(name, models, data=data, note=note, extend=extend)
 
 
 def open_viewer(

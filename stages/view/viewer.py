@@ -5,13 +5,16 @@ Axis letters: L blocks, H heads, T patches, P class and register tokens.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -44,6 +47,8 @@ PHOTO = 1600
 SMALL = 256
 """Pixels a side up to which a picture is sent as it is."""
 QUALITY = 88
+MOMENT = 0.4
+"""Seconds after an answer in which nothing is read ahead."""
 Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
 
@@ -100,7 +105,13 @@ class Viewer:
         self._photo = lru_cache(maxsize=8)(self._open_photo)  # maps and pixels are asked for apart
         self._opened: dict[str, LiveMaps] = {}
         self._galleries: dict[tuple[str, str], Gallery] = {}
+        self._names: dict[str, list[str | None]] = {}
+        self._asked = 0
+        """Answers that are being computed."""
+        self._answered = 0.0
+        """When the latest was there."""
         self._one_at_a_time = threading.RLock()
+        self._counting = threading.Lock()
 
     @property
     def data(self) -> ImageData:
@@ -108,6 +119,11 @@ class Viewer:
         if self._data is None:
             raise UserError(self.data_error or "the data set is still being read")
         return self._data
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the data set is there."""
+        return self._data is not None
 
     def start(self) -> None:
         """Reads the labels of a store and its data set on threads of their own."""
@@ -138,6 +154,7 @@ class Viewer:
             views=schema.views if schema else 1,
             classes=(schema or self.data).num_classes,
             labelled=self.shown().labelled,
+            predicts=self.gallery("train", "").predicts,
             split=self.split,
             students=self.students,
             note=self.note,
@@ -159,7 +176,8 @@ class Viewer:
         elif shown.explains:
             query = "mean"
         head = "gradient" if shown.explains else "mean"
-        return Start(shown.layers - 1, head, query)
+        student = self.students[0] if self.students and self.stored else ""  # beside its teacher
+        return Start(shown.layers - 1, head, query, student)
 
     def sizes(self) -> dict[str, int]:
         """The number of images of each split, as far as they are known; that to begin with is
@@ -193,17 +211,45 @@ class Viewer:
                 labels = images.labels if shown.labelled else None
                 parts = partial(shown.predictions, split)
                 classes = shown.data.num_classes
-                made = Gallery(len(images), classes, parts, labels, shown.labelled, shown.predicts)
+                made = Gallery(
+                    len(images),
+                    classes,
+                    parts,
+                    labels,
+                    shown.labelled,
+                    shown.predicts,
+                    self.wait_until_idle,
+                )
             self._galleries[split, name] = made
             return made
 
     def page(self, split: str, name: str, *which: Any) -> Page:
         """A page of :meth:`gallery`, with the names of the images' files."""
-        page = self.gallery(split, name).page(*which)
+        gallery = self.gallery(split, name)
+        page = gallery.page(*which)
+        if self.extend is not None and gallery.predicts:
+            gallery.start()  # the predictions come in behind the page
         if page.items is None:
             return page
         titled = [replace(item, title=self.title_of(item.id, split)) for item in page.items]
         return replace(page, items=titled)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """While somebody waits for an answer."""
+        with self._counting:
+            self._asked += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._asked -= 1
+                self._answered = time.monotonic()
+
+    def wait_until_idle(self) -> None:
+        """Returns when nobody waits for an answer, or has waited a moment ago."""
+        while self._asked or time.monotonic() - self._answered < MOMENT:
+            time.sleep(MOMENT / 4)
 
     def shown(self, split: str = "train", name: str = "") -> StoredMaps | LiveMaps:
         """What shows the images of a split: a model or, without a ``name``, the store where there
@@ -272,6 +318,7 @@ class Viewer:
         header = {
             "name": ending(seen.by),
             "title": self.title_of(image, split),
+            "file": self.names(split)[image] if self._data else None,
             "label": seen.label,
             **asdict(seen.prediction(MOST_LIKELY)),
             "stored": stored,
@@ -301,6 +348,23 @@ class Viewer:
             return utf8(Path(images.path(image)).name)
         return None
 
+    def names(self, split: str) -> list[str | None]:
+        """By which name each image is found again: that of its file or, where several are called
+        so, with its folder; None of an image that has neither for itself."""
+        if split not in self._names:
+            images = self.data.split(split)
+            names: list[str | None] = [None] * len(images)
+            if isinstance(images.source, FileImages):
+                paths = [utf8(images.path(image)) for image in range(len(images))]
+                for form in (ending, lambda path: Path(path).name):  # the shorter where it will do
+                    called = [form(path) for path in paths]
+                    counts = Counter(called)
+                    for image, name in enumerate(called):
+                        if counts[name] == 1:
+                            names[image] = name
+            self._names[split] = names
+        return self._names[split]
+
     def pixels(
         self, image: int, view: int = 0, split: str = "train", side: int = PHOTO
     ) -> tuple[bytes, str]:
@@ -320,11 +384,25 @@ class Viewer:
     def _open_photo(self, image: int, view: int, split: str) -> tuple[Image.Image, Crop]:
         return photo(self.data, image, *self._which(view, split))
 
-    def find(self, text: str) -> int:
+    def find(self, text: str, split: str = "train") -> int:
+        """The image of a split that a file's name stands for. Raises UserError where there is
+        none."""
+        self.load_images()
+        names = self.names(split)
+        titles = (self.title_of(image, split) for image in range(len(names)))
+        for called in (names, titles):
+            for image, name in enumerate(called):
+                if text == name:
+                    return image
+        raise UserError(f"{text}: no image here is called so")
+
+    def find_or_add(self, text: str) -> int:
         """The image that a file's name, or its path, stands for. Another file of this machine is
         added to the images. Raises UserError where there is neither."""
+        with contextlib.suppress(UserError):
+            return self.find(text)
         for image in range(len(self.data.train)):
-            if text in (self.title_of(image, "train"), self.data.train.path(image)):
+            if text == self.data.train.path(image):
                 return image
         path = os.path.expanduser(text)
         if not os.path.isfile(path):  # which says so of what can be no path, too
@@ -359,6 +437,7 @@ class Viewer:
             known = [Path(data.train.path(image)) for image in range(len(data.train))]
             self._data = self.model("").data = self.extend([*known, path])
             self._galleries.clear()
+            self._names.clear()
             return len(known)
 
     def relevance(

@@ -19,7 +19,7 @@ export function make(tag, { data = {}, ...properties } = {}, ...children) {
 /** The least weight, and the 98th percentile (stages/look/colours.py), from which on all is drawn as
  * bright as can be: one patch may have more than all others. Where that is 0, the largest weight. */
 export function rangeOf(weights) {
-  const sorted = Float32Array.from(weights).sort();
+  const sorted = weights.slice().sort();
   const place = 0.98 * (sorted.length - 1);
   const below = sorted[Math.floor(place)];
   const top = below + (place % 1) * (sorted[Math.ceil(place)] - below);

@@ -4,7 +4,7 @@ import { make } from "./dom.js";
 
 const MARK = "#ff2d6f";
 const GAMMA = 0.7; // as in stages/look/picture.py
-const SIDE = 640; // pixels of the largest spotlight
+const SIDE = 480; // pixels of the largest spotlight
 let colours = new Uint8Array(0); // 256 of red, green, blue and opacity (stages/look/colours.py)
 const painted = new Map(); // tables of colours by how much they hide
 
@@ -13,44 +13,54 @@ export function setColours(hex) {
 }
 
 /** Weights as shares of a range, from 0 at `low` to 1 at `top` and above. */
-export const shares = (weights, [low, top]) =>
-  Float32Array.from(weights, (weight) => Math.min(Math.max((weight - low) / (top - low), 0), 1) || 0);
+export function shares(weights, [low, top]) {
+  const values = new Float32Array(weights.length);
+  for (let i = 0; i < values.length; i++) {
+    values[i] = Math.min(Math.max((weights[i] - low) / (top - low), 0), 1) || 0;
+  }
+  return values;
+}
 
-/** Of each of `size * times` places along an axis: the four values or fewer that it lies between, and
- * their weights. This is Pillow's bicubic kernel, Keys 1981 with a = -1/2. */
+/** Of each of `size * times` places along an axis: the four values that it lies between, and their
+ * weights. This is Pillow's bicubic kernel, Keys 1981 with a = -1/2. */
 function bicubic(size, times) {
   const kernel = (x) => (x < 1 ? (1.5 * x - 2.5) * x * x + 1 : ((-0.5 * x + 2.5) * x - 4) * x + 2);
-  return Array.from({ length: size * times }, (_, i) => {
+  const places = new Int32Array(4 * size * times);
+  const weights = new Float32Array(places.length); // 0 beyond the edge
+  for (let i = 0; i < size * times; i++) {
     const centre = (i + 0.5) / times - 0.5;
-    const taps = [-1, 0, 1, 2]
-      .map((step) => Math.floor(centre) + step)
-      .filter((place) => place >= 0 && place < size)
-      .map((place) => [place, kernel(Math.abs(place - centre))]);
-    const sum = taps.reduce((total, [, weight]) => total + weight, 0);
-    return taps.map(([place, weight]) => [place, weight / sum]);
-  });
+    let sum = 0;
+    for (let tap = 0; tap < 4; tap++) {
+      const place = Math.floor(centre) + tap - 1;
+      if (place < 0 || place >= size) continue;
+      places[4 * i + tap] = place;
+      weights[4 * i + tap] = kernel(Math.abs(place - centre));
+      sum += weights[4 * i + tap];
+    }
+    for (let tap = 0; tap < 4; tap++) weights[4 * i + tap] /= sum;
+  }
+  return { places, weights };
+}
+
+/** Lines of `size` values, enlarged along them; the result has the lines as columns. */
+function enlargedLines(values, size, times) {
+  const { places, weights } = bicubic(size, times);
+  const lines = values.length / size;
+  const result = new Float32Array(values.length * times);
+  for (let i = 0; i < size * times; i++) {
+    for (let line = 0; line < lines; line++) {
+      let sum = 0;
+      for (let tap = 4 * i; tap < 4 * i + 4; tap++) sum += weights[tap] * values[line * size + places[tap]];
+      result[i * lines + line] = sum;
+    }
+  }
+  return result;
 }
 
 /** Values of a grid of h x w, enlarged bicubically; what leaves 0 to 1 is cut. */
 export function enlarged(values, [h, w], times) {
-  const across = bicubic(w, times);
-  const down = bicubic(h, times);
-  const width = w * times;
-  const wide = new Float32Array(h * width);
-  for (let y = 0; y < h; y++) {
-    for (let x = 0; x < width; x++) {
-      for (const [place, weight] of across[x]) wide[y * width + x] += weight * values[y * w + place];
-    }
-  }
-  const all = new Float32Array(h * times * width);
-  for (let y = 0; y < h * times; y++) {
-    for (let x = 0; x < width; x++) {
-      let sum = 0;
-      for (const [place, weight] of down[y]) sum += weight * wide[place * width + x];
-      all[y * width + x] = Math.min(Math.max(sum, 0), 1);
-    }
-  }
-  return all;
+  const columns = enlargedLines(values, w, times);
+  return enlargedLines(columns, h, times).map((value) => Math.min(Math.max(value, 0), 1));
 }
 
 /** The pixels of 256 shares, from what says of each its red, green, blue and opacity. */

@@ -95,7 +95,8 @@ export function renderChips({ own, compared, className }) {
   const chips = likely.map((label, place) => {
     const name = className(label);
     const data = { head: "gradient", explain: place ? label : "top" };
-    const said = `${name} ${Math.round(100 * probabilities[place])} %`;
+    const share = probabilities[place] < 0.005 ? "< 1" : Math.round(100 * probabilities[place]);
+    const said = `${name} ${share} %`;
     const title = `${name}, ${percent(probabilities[place])}`;
     const chip = make("span", { className: "chip" }, make("button", { data, title }, said));
     const beside = { data: { head: "gradient", beside: label }, title: `${name} beside`, ariaLabel: `${name} beside` };

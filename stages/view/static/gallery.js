@@ -30,15 +30,29 @@ export class Gallery {
       if (/^\d+$/.test(asked)) app.set({ image: Number(asked), view: 0 });
       else if (asked) app.add(asked);
     });
+    $("class").addEventListener("change", () => {
+      const asked = $("class").value.trim().toLowerCase();
+      const names = Array.from({ length: app.about.classes }, (_, label) => app.className(label).toLowerCase());
+      const exact = names.indexOf(asked);
+      const label = exact < 0 ? names.findIndex((name) => name.includes(asked)) : exact;
+      app.set({ class: asked && label >= 0 ? label : "", page: 0 });
+      this.nameClass();
+    });
     $("choices").hidden = $("go").hidden = source.offline;
     document.body.classList.toggle("offline", source.offline);
   }
 
   fillClasses() {
-    const { about, state, className } = this.app;
-    const options = Array.from({ length: about.classes }, (_, label) => new Option(className(label), label));
-    $("class").replaceChildren(new Option("all", ""), ...options);
-    $("class").value = state.class;
+    const { about, className } = this.app;
+    const options = Array.from({ length: about.classes }, (_, label) => new Option(className(label)));
+    $("class-names").replaceChildren(...options);
+    this.nameClass();
+  }
+
+  /** Writes the class whose images are listed. */
+  nameClass() {
+    const { state, className } = this.app;
+    $("class").value = state.class === "" ? "" : className(state.class);
   }
 
   /** Shows the page that has the image or, in another order than by number, the page of the state. */
@@ -69,8 +83,10 @@ export class Gallery {
     this.waits = found.items === null;
     Object.assign(this, found, { items: found.items ?? [] });
     this.render();
-    if (this.waits) this.app.watch();
-    else if (this.opens && this.items.length) await this.open(this.items[0]);
+    const behind = this.app.about.predicts && this.items.some(({ predicted }) => predicted == null);
+    if (this.waits || behind) this.app.watch();
+    if (this.waits) return;
+    if (this.opens && this.items.length) await this.open(this.items[0]);
   }
 
   async open({ id }) {
@@ -81,16 +97,24 @@ export class Gallery {
   /** How far labels and predictions have been read. */
   progress({ done, total, reading, error }) {
     const ended = !reading && !error && (this.reading || this.waits);
+    const more = reading && !this.waits && done - (this.done ?? 0) >= this.size;
+    if (more || ended) this.done = done;
     this.reading = reading;
     $("reading").hidden = !reading && !error;
     $("reading-bar").value = total ? done / total : 0;
     $("reading-text").textContent = error || `Reading predictions: ${count(done)} of ${count(total)}`;
-    if (ended) this.load();
+    if (ended || more) this.load(); // with predictions that have come in
   }
 
   render() {
-    const thumbs = this.items.map((item) => this.thumb(item));
-    $("thumbs").replaceChildren(...thumbs);
+    const { state } = this.app;
+    const there = [...$("thumbs").children];
+    const same =
+      there.length === this.items.length && this.items.every(({ id }, i) => there[i].dataset.image === String(id));
+    const thumbs = this.items.map((item, i) => this.thumb(item, same ? there[i] : null));
+    if (!same) $("thumbs").replaceChildren(...thumbs);
+    const isWrong = ({ label, predicted }) => label != null && label !== predicted;
+    $("none-wrong").hidden = state.order !== "wrong" || this.page > 0 || !this.items.length || isWrong(this.items[0]);
     if (!thumbs.length && !this.waits) $("thumbs").textContent = "No images here.";
     this.mark(this.app.state.image);
     const first = this.page * this.size;
@@ -102,22 +126,23 @@ export class Gallery {
     $("gallery").hidden = this.source.offline && this.total === 1;
   }
 
-  thumb({ id, title, label, predicted, probability }) {
+  /** A button for an image; where there is one already, what is known by now is written on it. */
+  thumb({ id, title, label, predicted, probability }, there) {
     const { state, className, pixelsReady } = this.app;
     const known = [title ?? `Image ${id}`];
     if (label != null) known.push(className(label));
     if (predicted != null) known.push(`predicted ${className(predicted)}, ${percent(probability)}`);
-    const button = make("button", { className: "thumb", data: { image: id, view: 0 } });
+    const button = there ?? make("button", { className: "thumb", data: { image: id, view: 0 } }, make("span"));
     button.classList.toggle("wrong", label != null && predicted != null && label !== predicted);
     button.ariaLabel = known.join(", ");
     button.title = known.join("\n");
-    if (pixelsReady) {
+    if (pixelsReady && !button.querySelector("img")) {
       const picture = make("img", { alt: "", loading: "lazy" });
       picture.src = this.source.pixels({ image: id, view: 0, split: state.split }, 160);
       picture.onload = () => picture.classList.toggle("tiny", picture.naturalWidth < 24);
-      button.append(picture);
+      button.prepend(picture);
     }
-    button.append(make("span", {}, title ?? id));
+    button.lastChild.textContent = predicted == null ? (title?.replace(/\.\w+$/, "") ?? id) : className(predicted);
     return button;
   }
 

@@ -48,7 +48,7 @@ export function listenToKeys(app, gallery) {
     if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
     if (event.target.closest("input, select, textarea")) return;
     const change = app.own && CHANGES[event.key];
-    const act = acts[event.key] ?? (change && (() => app.set(change(app))));
+    const act = acts[event.key] ?? (change && (() => app.set(change(app) || {})));
     if (!act) return;
     event.preventDefault();
     act();

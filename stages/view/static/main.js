@@ -18,7 +18,7 @@ const source = openSource();
 const RELOAD = ["split", "image", "view", "student"]; // what other numbers are needed for
 const SHARE = 0.2; // of the patches that a test hides, as in stages/look/removal.py
 const LISTED = ["order", "class", "page"]; // what another page of images is needed for
-const CONTROLS = ["student", "split", "view", "order", "class", "explain", "floor", "opacity", "capped", "scale"];
+const CONTROLS = ["student", "split", "view", "order", "explain", "floor", "opacity", "capped", "scale"];
 
 const app = {
   about: null,
@@ -46,6 +46,7 @@ const app = {
     if (state.direction !== before.direction && state.query === "mean") state.query = middle(app.maps.grid);
     const changed = Object.keys(DEFAULTS).filter((name) => before[name] !== state[name]);
     if (changed.some((name) => RELOAD.includes(name))) {
+      say("");
       await load();
       return;
     }
@@ -97,7 +98,7 @@ const grid = new Grid(app);
 const stage = new Stage(app);
 
 function writeAddress(push = false) {
-  const address = formatState(app.state);
+  const address = formatState(app.state, app.own?.header.file);
   if (address === location.hash || location.protocol === "about:") return; // a notebook's frame
   if (push) history.pushState(null, "", address);
   else history.replaceState(null, "", address);
@@ -113,6 +114,7 @@ async function load(push = true) {
   if (!hasStored && !state.student) state.student = about.students[0] ?? "";
   $("stage").ariaBusy = "true";
   try {
+    if (typeof state.image === "string") state.image = await source.find(state);
     const [own, compared, picture] = await fetched(state);
     if (mine !== loads) return;
     Object.assign(app, { own, compared, picture, tested: null });
@@ -121,6 +123,7 @@ async function load(push = true) {
     else app.rival = null;
   } catch (error) {
     if (mine === loads) fail(error);
+    if (typeof state.image === "string") state.image = 0;
     return;
   } finally {
     if (mine === loads) $("stage").ariaBusy = null;
@@ -220,9 +223,12 @@ function readAddress() {
   say(said.filter(Boolean).join(" "));
 }
 
-/** A line above the page, with buttons at its end. */
+/** A line above the page, with buttons at its end; it stays until it is closed, or another image is
+ * opened. */
 function say(text, ...buttons) {
-  $("banner").replaceChildren(text, ...buttons);
+  const close = make("button", { className: "icon", title: "Close", ariaLabel: "Close this line" }, "×");
+  close.addEventListener("click", () => say(""));
+  $("banner").replaceChildren(make("span", {}, text), ...buttons, close);
   $("banner").hidden = !text;
 }
 
@@ -394,13 +400,23 @@ function listen() {
       const { type, checked, value } = $(name);
       const text = type === "checkbox" ? String(Number(checked)) : value;
       const changes = { [name]: name === "student" ? text : parsed(text) };
-      if (["student", "split", "order", "class"].includes(name)) changes.page = 0;
+      if (["student", "split", "order"].includes(name)) changes.page = 0;
       if (name === "explain") changes.head = "gradient";
       if (name === "split") Object.assign(changes, { image: 0, view: 0 });
       gallery.opens = name === "order" && value !== "id"; // the first of them
       app.set(changes);
     });
   }
+  const narrow = matchMedia("(max-width: 719px)");
+  const place = () => {
+    // on a phone the picture comes first; the maps stand under it, and it stays while they are scrolled
+    if (narrow.matches) $("test-choice").before($("heads-card"));
+    else document.querySelector(".side").prepend($("heads-card"));
+    if (narrow.matches) $("stage").after($("gallery"));
+    else $("stage").before($("gallery"));
+  };
+  narrow.addEventListener("change", place);
+  place();
   $("skip").addEventListener("click", (event) => {
     event.preventDefault(); // the address holds the state
     $("stage").focus();
@@ -446,7 +462,8 @@ async function open() {
   }
   const { about } = app;
   setColours(about.colours);
-  $("choices").hidden ||= !about.labelled; // nothing to order by
+  $("choices").hidden ||= !about.predicts && !about.labelled; // nothing to order by
+  if (!about.labelled) document.querySelector("#order [value=wrong]").remove();
   $("about").title = about.title;
   $("student").append(...about.students.map((name) => new Option(name, name)));
   if (!about.stored) $("student").remove(0); // "none"

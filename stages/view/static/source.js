@@ -75,6 +75,11 @@ class Server {
     return this.json(`api/gallery?${asked(state, "split", "student", "order", "class", "page")}`);
   }
 
+  /** The number of an image that is named by its file. */
+  async find({ image, split }) {
+    return (await this.json(`api/find?${new URLSearchParams({ name: image, split })}`)).image;
+  }
+
   image(state) {
     return this.message(`api/image/${state.image}?${asked(state, "view", "split", "student")}`);
   }
@@ -125,6 +130,12 @@ class Embedded {
       ids.map(async (id) => ({ ...(await this.image({ image: id, view: 0, student })).header, id })),
     );
     return { items, total: items.length, page: 0, size: items.length };
+  }
+
+  async find({ image }) {
+    const found = Object.entries(this.page.images).find(([, { file }]) => file === image);
+    if (!found) throw new Error(`${image}: this page has no image of that name.`);
+    return Number(found[0]);
   }
 
   found(image) {

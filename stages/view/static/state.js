@@ -47,17 +47,20 @@ export function parseState(hash, start = {}) {
     const isExtra = name === "query" && /^x\d{1,2}$/.test(text); // a class or register token
     const takesNumbers =
       typeof DEFAULTS[name] === "number" || ["head", "query", "class", "explain", "beside"].includes(name);
-    if (name === "student" || isExtra || WORDS[name]?.includes(text)) state[name] = text;
+    const isFile = name === "image" && typeof value === "string" && text; // it is called by its name
+    if (name === "student" || isFile || isExtra || WORDS[name]?.includes(text)) state[name] = text;
     else if (typeof value === "number" && takesNumbers) state[name] = value;
   }
   return state;
 }
 
-/** The address of a state: what differs from the defaults, and always the image. */
-export function formatState(state) {
+/** The address of a state: what differs from the defaults, and always the image, by its `file` where
+ * that has a name for itself. */
+export function formatState(state, file) {
   const said = new URLSearchParams();
   for (const name of Object.keys(DEFAULTS)) {
-    if (name === "image" || state[name] !== DEFAULTS[name]) said.set(name, state[name]);
+    if (name === "image") said.set(name, file ?? state.image);
+    else if (state[name] !== DEFAULTS[name]) said.set(name, state[name]);
   }
   return `#${said}`;
 }
