@@ -218,7 +218,9 @@ def export_to(
         with begins(f"export: the teacher of {run_dir}"):
             from stages import export as stage
 
-        place = stage.Place(out or str(RunDirectory(run_dir).maps), **how)
+        if out is None:
+            out = str(RunDirectory(run_dir).maps)
+        place = stage.Place(out, **how)
         asked |= {"views": views}
         return stage.run(stage.ExportRequest(run_dir, place, asked, teacher, overrides, download))
     run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}

@@ -34,7 +34,7 @@ from gaupipe.training.scores import classification_metrics
 from stages import evaluate, phase_a, phase_b
 from stages.cli import train as command_line
 from stages.publish import export_student
-from stages.runs import opening
+from stages.runs import opening, students
 from stages.runs.directory import RunDirectory
 from stores import make_schema
 from vits import small
@@ -401,7 +401,8 @@ def test_plain_training_refuses_a_setting_of_distillation(run_dir):
         phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
     assert not (run_dir / "plain" / "y").exists()
     for given in ("train.epochs=1", "train={epochs: 1}"):
-        settings, _ = RunDirectory(run_dir).with_overrides("y", False, [given])
+        how = dict(name="y", distilled=False, overrides=[given])
+        settings = students.resolve(run_dir, **how).settings
         assert settings.train.epochs == 1
     phase_b.run(run_dir, **command, overrides=["train.optim.lr=0.5", "train.epochs=1"])
     settings = RunDirectory(run_dir).student_settings("y", distilled=False)

@@ -58,7 +58,7 @@ def test_the_run_that_was_used_last_is_taken(tmp_path, monkeypatch):
         (tmp_path / "runs" / name / "config.yaml").write_text("{}")
         os.utime(tmp_path / "runs" / name / "config.yaml", ns=(number, number))
     assert last_used().path.name == "third"
-    with RunDirectory(tmp_path / "runs" / "first").locked():
+    with locked(tmp_path / "runs" / "first", "run"):
         pass
     assert last_used().path.name == "first"
 

@@ -27,6 +27,7 @@ from stages.export.place import Place
 from stages.export.writing import write
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
+from stages.runs.locks import locked
 from stages.runs.trained import load_teacher
 
 
@@ -109,7 +110,7 @@ def run(request: ExportRequest) -> str | None:
         say_nothing_to_export(settings, url)
         return None
     place = request.place
-    with request.directory.locked(shared=place.part is not None):
+    with locked(request.run_dir, "run", shared=place.part is not None):
         with distributed.rank_zero_first():
             teacher = request.load(settings)
         teacher.say_before()

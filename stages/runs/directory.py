@@ -3,7 +3,6 @@ being mixed with another one or used by two processes at once."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -19,15 +18,12 @@ from gaupipe.settings.load import (
     dump,
     flatten,
     load,
-    parse,
     with_overrides,
 )
 from gaupipe.settings.sections import Scope
-from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, utf8, write_whole
 from gaupipe.system.messages import LOG
-from stages.runs.locks import locked
 
 if TYPE_CHECKING:
     from gaupipe.data.splits import ImageData
@@ -152,25 +148,6 @@ class RunDirectory:
         names = changed(self.settings(), student, Scope.ANYTIME)
         return {name: values[name] for name in names if name in values}
 
-    def with_overrides(
-        self, name: str, distilled: bool, overrides: Overrides
-    ) -> tuple[Settings, Path]:
-        """The settings of a student with the ``overrides`` of a command, and its folder. A new
-        student begins with those of the run. Raises UserError for a setting in which students of
-        one teacher cannot differ."""
-        before = self.student_settings(name, distilled)
-        folder = self.student(name, distilled)
-        tree = with_overrides(before.model_dump(mode="json"), overrides)
-        settings = parse(tree, "--set")
-        for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
-            raise UserError(
-                f"--set {key}: belongs to the run, not to one student: start another run "
-                f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
-            )
-        if not (folder / "config.yaml").is_file():
-            settings = settings.with_buckets(distributed.world_size())
-        return settings, folder
-
     def student_settings(self, name: str, distilled: bool = True) -> Settings:
         """The settings that a student was trained with; with the folder of the images that the run
         has, where the student's has gone."""
@@ -287,12 +264,6 @@ class RunDirectory:
 
         before = load(self.config) if self.config.is_file() else None
         return settle(settings, before)
-
-    def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Keeps other processes out of the run while it is written; :func:`locked`. Students of
-        one teacher may be trained at once, each with a ``shared`` lock on the run and a lock on
-        its own folder."""
-        return locked(self.path, "run", shared)
 
 
 def folder_for(data: Path, overrides: Overrides, teacher: str | None = None) -> Path:

@@ -50,7 +50,8 @@ def open_student(
         if run is not None:
             if request.begins_run and distributed.is_main():
                 begin_run(run, request.settings, job.data)
-            held.enter_context(run.locked(shared=True))
+            # students of one teacher may be trained at once
+            held.enter_context(locked(run.path, "run", shared=True))
             if distributed.is_main():
                 begin_student(request, job)
         held.enter_context(locked(folder, "student"))
@@ -89,7 +90,7 @@ def open_teacher(
     one, where its last checkpoint was. Gives True, on all ranks, where phase A has finished."""
 
     finished = False
-    with run.locked():
+    with locked(run.path, "run"):
         if distributed.is_main():  # alone: run.start refuses a folder in which another rank writes
             if state is not None and resume:
                 say_if_afresh(run.phase_a)

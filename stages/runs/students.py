@@ -12,7 +12,18 @@ from pathlib import Path
 
 from gaupipe.attention import ATTENTION
 from gaupipe.settings import Settings
-from gaupipe.settings.load import Overrides, check_plain, dump, read_overrides, with_anytime
+from gaupipe.settings.load import (
+    Overrides,
+    changed,
+    check_plain,
+    dump,
+    parse,
+    read_overrides,
+    with_anytime,
+    with_overrides,
+)
+from gaupipe.settings.sections import Scope
+from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
 from stages.runs.directory import RunDirectory, check_name, has_checkpoint
@@ -105,7 +116,16 @@ def resolve(
         check_plain(changes)
     if student:
         changes["model.attention"] = student
-    settings, folder = run.with_overrides(named, distilled, changes)
+    before = run.student_settings(named, distilled)
+    settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
+    for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
+        raise UserError(
+            f"--set {key}: belongs to the run, not to one student: start another run "
+            f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
+        )
+    folder = run.student(named, distilled)
+    if not (folder / "config.yaml").is_file():
+        settings = settings.with_buckets(distributed.world_size())
     if now is not None:
         settings = with_anytime(settings, now)
     attention = settings.model.attention
