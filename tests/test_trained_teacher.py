@@ -112,7 +112,7 @@ def first_images(run: Path, count: int) -> torch.Tensor:
 def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     """Two loops, one training: the same seed, optimizer and epochs give the same metrics."""
     settings = settings_with()
-    optim = {"optim": settings.phase_a.optim.model_dump(), "epochs": settings.train.epochs}
+    optim = {"optim": settings.phase_a.optim, "epochs": settings.train.epochs}
     rows = run_all(settings.with_section("train", **optim), tmp_path / "run")
     models = ["teacher (phase A)", "standard, distilled", "standard, plain"]
     assert [row.model for row in rows] == models

@@ -82,12 +82,12 @@ def run(
     trainings = plan(rows, settings, seeds, run_dir, test, imports)
     check_folder(run_dir)
 
-    every = {training.folder: training for training in chain(*trainings)}.values()
-    left = sum(not training.finished for training in every)
-    if left:
-        line = f"{left} of {len(every)} trainings are left"
-        LOG.info(f"compare: {line}, about {duration(seconds_left(trainings) / jobs)}")
     with locked(run_dir, "comparison"):
+        every = {training.folder: training for training in chain(*trainings)}.values()
+        left = sum(not training.finished for training in every)
+        if left:
+            line = f"{left} of {len(every)} trainings are left"
+            LOG.info(f"compare: {line}, about {duration(seconds_left(trainings) / jobs)}")
         outcomes = train([*chain(*trainings)], jobs, imports)
         results = report(settings.data.title, trainings, outcomes, targets)
         write_whole(run_dir / f"{name}.json", json.dumps(results.to_json(), indent=1) + "\n")
