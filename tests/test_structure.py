@@ -111,6 +111,12 @@ def test_no_test_imports_from_another_test():
         assert not tests, f"{path.name} imports from {tests}"
 
 
+def test_the_first_line_of_a_test_file_says_what_it_owns():
+    """So that who changes a module finds the file that its test belongs to."""
+    for path in (ROOT / "tests").glob("test_*.py"):
+        assert len(ast.get_docstring(ast.parse(path.read_text())) or "") > 15, path
+
+
 def test_every_public_name_is_there():
     lines = (ROOT / "docs" / "public_names.txt").read_text().splitlines()
     names = [line for line in lines if line.startswith(("gaupipe.", "stages.", "store."))]
