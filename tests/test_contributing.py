@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import store
 from arguments import sets, tiny
@@ -40,6 +41,7 @@ def in_copy(folder: Path, source: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_new_attention_is_a_file_and_a_line(tmp_path):
     copy_packages(tmp_path)
     (tmp_path / "gaupipe/attention/residual.py").write_text(CLASSES[0])

@@ -342,6 +342,7 @@ TORCHRUN = [
 ]
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_ranks_of_the_package(tmp_path):
     """Also beside a user's own store.py and stages/."""
     named_like_packages(tmp_path)

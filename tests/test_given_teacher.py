@@ -110,6 +110,7 @@ def test_a_configuration_says_what_it_says_and_the_rest_follows_the_teacher(
     assert in_process(*command)[0] == 0  # the same choices
 
 
+@pytest.mark.long
 def test_every_stage_of_a_continued_run_has_the_threads_of_its_command(
     vit, tmp_path, in_process, monkeypatch
 ):

@@ -82,6 +82,7 @@ FIND = (
 ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
+@pytest.mark.long
 def test_an_editable_install_is_found_from_the_folder_above_the_clone(clone, tmp_path):
     """There Python meets the clone itself first: a folder called gaupipe, which is no package."""
     python = environment(tmp_path / "fresh", "--editable", clone)

@@ -306,6 +306,7 @@ def without_an_image(folder, tmp_path):
     return save(datasets.Dataset.from_dict(columns, features=table.features), tmp_path)
 
 
+@pytest.mark.long
 def test_identical_students(folder, tmp_path, in_process):
     """From a folder, a tar and a table, by the documented commands, with workers that decode."""
     tar(tmp_path / "x.tar", folder)

@@ -74,6 +74,7 @@ def test_debug_shows_where_an_imported_file_failed(apart, tmp_path, monkeypatch,
         assert (f"in {where}\n" in err) == ("Traceback" in err) == bool(option)
 
 
+@pytest.mark.long
 def test_the_processes_of_a_comparison_know_an_imported_attention(apart, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     settings = sets(*tiny(100, 50, 1, depth=1))
