@@ -169,28 +169,27 @@ def ratio(value: float) -> str:
 
 
 def table_of_ways(trainings: list[Training]) -> str:
-    """Markdown table of data sets: the advice of ``gaupipe plan --model``, and which training won.
-    Both trainings have a ``test`` accuracy, or both are compared by ``val``."""
+    """Markdown table of data sets: the advice of ``gaupipe plan --model``, and which training won,
+    by the ``test`` accuracy, or by ``val`` where a training has no other."""
     columns = ["images", "probe", "SVM", "advice", "random weights", "pretrained", "right"]
     lines = [f"| photos of | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     by_data: dict[str, dict[str, Training]] = {}
     for training in trainings:
         by_data.setdefault(training["data"], {})[training["name"]] = training
     for data, rows in by_data.items():
-        probe = rows["linear probe, 200 images"]["val"]
-        svm = rows["SVM on gradients, 200 images"]["val"]
-        small = rows.get("from random weights")
-        tuned = rows.get("pretrained")
-        advice = "pretrained" if probe > svm else "random weights"
-        ended = ["", "", "not trained"]
-        if small and tuned:
-            score = "test" if "test" in small and "test" in tuned else "val"
-            winner = "pretrained" if tuned[score] > small[score] else "random weights"
-            right = "yes" if winner == advice else "no"
-            ended = [f"{100 * small[score]:.1f}", f"{100 * tuned[score]:.1f}", right]
-        images = rows["linear probe, 200 images"]["images"]
-        said = [f"{images:,}", f"{100 * probe:.1f}", f"{100 * svm:.1f}", advice]
-        lines.append(f"| {' | '.join([data, *said, *ended])} |")
+        probe = rows["linear probe, 200 images"]
+        svm = rows["SVM on gradients, 200 images"]
+        ways = {name: rows[name] for name in ("random weights", "pretrained") if name in rows}
+        score = "test" if all("test" in row for row in ways.values()) else "val"
+        accuracies = {name: row[score] for name, row in ways.items()}
+        advice = "pretrained" if probe["val"] > svm["val"] else "random weights"
+        right = "-"
+        if len(accuracies) == 2:
+            right = "yes" if max(accuracies, key=lambda name: accuracies[name]) == advice else "no"
+        shares = [probe["val"], svm["val"], *(accuracies.get(name) for name in columns[4:6])]
+        cells = ["-" if share is None else f"{100 * share:.1f}" for share in shares]
+        cells[2:2] = [advice]
+        lines.append(f"| {' | '.join([data, format(probe['images'], ','), *cells, right])} |")
     return "\n".join(lines)
 
 
