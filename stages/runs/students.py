@@ -116,16 +116,8 @@ def resolve(
         check_plain(changes)
     if student:
         changes["model.attention"] = student
-    before = run.student_settings(named, distilled)
-    settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
-    for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
-        raise UserError(
-            f"--set {key}: belongs to the run, not to one student: start another run "
-            f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
-        )
+    settings = settle_student(run, named, distilled, changes)
     folder = run.student(named, distilled)
-    if not (folder / "config.yaml").is_file():
-        settings = settings.with_buckets(distributed.world_size())
     if now is not None:
         settings = with_anytime(settings, now)
     attention = settings.model.attention
@@ -146,6 +138,21 @@ def resolve(
     if not resume:
         request.check_free()
     return request
+
+
+def settle_student(run: RunDirectory, name: str, distilled: bool, changes: Overrides) -> Settings:
+    """The settings of a student with these changes. A new student begins with those of the run.
+    Raises UserError for a setting in which students of one teacher cannot differ."""
+    before = run.student_settings(name, distilled)
+    settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
+    for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
+        raise UserError(
+            f"--set {key}: belongs to the run, not to one student: start another run "
+            f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
+        )
+    if (run.student(name, distilled) / "config.yaml").is_file():
+        return settings
+    return settings.with_buckets(distributed.world_size())
 
 
 def make_folder(request: StudentRequest, maps: tuple[str, str] | None = None) -> None:
