@@ -103,6 +103,9 @@ def main() -> None:
         name += f", pull {arguments.pull:g}"
     if arguments.predictions:
         name += ", predictions"
+    for change in arguments.set:
+        if change.startswith("phase_a.rows.lr="):
+            name += f", rate {change.split('=')[1]}"
     for row in rows:
         facts = {
             "name": name,

@@ -231,12 +231,12 @@ def table_of_retests(rows: list[Training]) -> str:
     ]
     for name, by_seed in by_row_and_seed(rows).items():
         cells = [name, str(len(by_seed))]
-        for key in ("same_image", "of_its_class", "of_another_class"):
-            mean = statistics.fmean(row[key] for row in by_seed.values())
-            cells += [f"{mean:.2f}"]
+        runs = [*by_seed.values()]
+        distances = ("same_image", "of_its_class", "of_another_class")
+        cells += [f"{statistics.fmean(run[key] for run in runs):.2f}" for key in distances]
         shares = ("nearest_is_image", "nearest_is_class", "refitted", "none", "of_another_image")
         for key in shares:
-            found = percents([*by_seed.values()], key)
+            found = percents(runs, key)
             cells.append(f"{statistics.fmean(found):.0f} %" if found else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
