@@ -38,8 +38,7 @@ class Line:
     seconds: float
     parameters: int | None = None
     images_per_s: float | None = field(default=None, compare=False)
-    """Of predictions. Both are None where the teacher is trained in the run: it is as large as its
-    student."""
+    """Of predictions. Both are None beside a teacher with Gaussians and where there is none."""
 
 
 def run(
@@ -77,8 +76,9 @@ def run(
             run_dir, attention, data=data, now=settings, resume=begun, distilled=distilled
         )
         lines.append(line(f"{attention}, {how}", metrics, folder, len(data.val)))
-    was_trained = teacher[-1]["epoch"] == 0 and settings.phase_a.kind.stored
-    if was_trained and distributed.is_main():  # which shows the table
+    kind = settings.phase_a.kind
+    # a teacher with Gaussians is as large as its student
+    if kind.stored and not kind.learns_images and distributed.is_main():  # which shows the table
         lines = with_sizes(lines, run_directory, settings, data)
     return lines
 
@@ -107,8 +107,8 @@ def line_of_teacher(metrics: list[EpochMetrics], val_images: int) -> Line:
 def with_sizes(
     lines: list[Line], run: RunDirectory, settings: Settings, data: ImageData
 ) -> list[Line]:
-    """The lines of a trained teacher, its student and the baseline, if there is one, with their
-    parameters and speeds."""
+    """The lines of a teacher, its student and the baseline, if there is one, with their parameters
+    and speeds."""
     teacher = load_teacher(run, data, now=settings)
     models = [teacher.timed()]
     for distilled in (True, False)[: len(lines) - 1]:

@@ -119,6 +119,7 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     for name in ("epochs", "train_acc", "val_acc"):
         assert getattr(rows[0], name) == getattr(rows[2], name), name
     assert rows[1].val_acc != rows[2].val_acc
+    assert rows[0].parameters == rows[1].parameters and all(row.images_per_s for row in rows)
 
 
 @pytest.mark.parametrize(
