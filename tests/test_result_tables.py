@@ -70,6 +70,19 @@ def test_pairs_are_tested_as_one_family_over_common_seeds(collect):
         collect.table_of_pairs([*trainings, trainings[0]], pairs)
 
 
+def test_no_p_is_said_to_be_zero(collect):
+    tests = {"labels": (0.5, 0.6, 0.7), "local": (0.6, 0.7, 0.8001), "slice": (0.6, 0.7, 0.82)}
+    trainings = [
+        {"name": name, "seed": seed, "test": test}
+        for name, shares in tests.items()
+        for seed, test in enumerate(shares)
+    ]
+    table = collect.table_of_pairs(trainings, [("local", "labels"), ("slice", "labels")])
+    [small, larger] = [line.split(" | ")[5] for line in table.splitlines()[2:]]
+    assert small == "< 0.001"
+    assert larger == f"{difference([10.0, 10.0, 12.0]).p:.3f}" == "0.004"
+
+
 def test_pairs_say_where_only_seeds_are_tested(collect):
     """Of twelve images nine are right and eight, a bit each: one image is no difference."""
     tests = {"labels": (0.660, 0.661, 0.662), "local": (0.760, 0.762, 0.763)}

@@ -79,6 +79,7 @@ from stages.compare.measures import (
     spread,
     tested_passages,
 )
+from stages.compare.tables import p_text
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
@@ -397,7 +398,7 @@ def difference_cells(verdict: Verdict | None, digits: int = 1) -> list[str]:
     if verdict.p is None:
         return [mean, "", ""]
     interval = f"{verdict.low:+.{digits}f} to {verdict.high:+.{digits}f}"
-    return [mean, interval, f"{verdict.holm:.3f}"]
+    return [mean, interval, p_text(verdict.holm)]
 
 
 def percents(runs: list[Training], key: str) -> list[float]:

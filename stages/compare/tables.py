@@ -207,8 +207,13 @@ def _interval(difference: Difference | None, form: str = "{:+.2f}", *, scale: fl
     return f"{form.format(scale * difference.low)} to {form.format(scale * difference.high)}"
 
 
+def p_text(value: float) -> str:
+    """A p-value, which is never said to be zero."""
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
 def _p(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else p_text(value)
 
 
 def _mean(values: Spread | Difference | None, form: str, *, scale: float = 1) -> str:
