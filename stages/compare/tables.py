@@ -139,8 +139,8 @@ def _difference(
         name,
         _mean(difference, form, scale=scale),
         _interval(difference, form, scale=scale),
-        _p(difference.p),
-        _p(difference.holm),
+        p_text(difference.p),
+        p_text(difference.holm),
         difference.verdict,
     ]
 
@@ -207,13 +207,11 @@ def _interval(difference: Difference | None, form: str = "{:+.2f}", *, scale: fl
     return f"{form.format(scale * difference.low)} to {form.format(scale * difference.high)}"
 
 
-def p_text(value: float) -> str:
+def p_text(value: float | None) -> str:
     """A p-value, which is never said to be zero."""
+    if value is None:
+        return "-"
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _p(value: float | None) -> str:
-    return "-" if value is None else p_text(value)
 
 
 def _mean(values: Spread | Difference | None, form: str, *, scale: float = 1) -> str:
