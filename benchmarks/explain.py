@@ -10,11 +10,11 @@ mean colour, which the model takes for grey, and blurred, because a sharp grey s
 to see as well. ``border`` is the share of photos whose largest weight lies in an outermost patch.
 BOXES.json has {file name: [[left, top, right, bottom], ...]} in pixels of the file; ``inside`` is
 the share of photos whose largest weight lies in one of them; photos with boxes get no patches
-removed. Each number is a mean over photos with its standard error; a star marks the best of a
-column, and what is within two standard errors of it, photo by photo. "Features" is half the squared
-length of what the head reads, in place of a logit: for models without classes.
+removed. "Features" is half the squared length of what the head reads, in place of a logit: for
+models without classes.
 
-Prints a table, and with --out writes a row a map in the form of docs/results/data.
+Prints the means over photos with their standard errors, and with --out writes a row a map in the
+form of docs/results/data, with its numbers photo by photo.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -30,20 +31,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.functional import gaussian_blur
 
 from gaupipe.teachers.files import open_model
 from gaupipe.vit.capture import Traced, trace
+from gaupipe.vit.heads import probabilities
 from stages.look.image_maps import LiveMaps
+from stages.look.removal import SHARE, painted
 
-SHARE = 0.2
-"""Of the patches that are removed, or kept."""
 BATCH = 32
-LOWER = ("removed", "border")
-"""Columns whose lower numbers are better."""
 
 
 @dataclass(frozen=True)
@@ -223,21 +221,19 @@ def tested(seen: Seen, weights: dict[str, Tensor], grid: tuple[int, int]) -> dic
     target = seen.traced.logits[0].argmax()
     patch = seen.images.shape[-1] // grid[1]
     wholes = fillings(seen.images, patch)
-    masks = []
+    rows = []
     for map in weights.values():
-        brightest = map.topk(round(SHARE * len(map))).indices
-        mask = torch.zeros(len(map))
-        mask[brightest] = 1
-        mask = mask.view(1, 1, *grid)
-        masks.append(mask.repeat_interleave(patch, 2).repeat_interleave(patch, 3))
-    stacked = torch.cat(masks)
+        row = torch.zeros(len(map), dtype=torch.bool)
+        row[map.topk(round(SHARE * len(map))).indices] = True
+        rows.append(row)
+    brightest = torch.stack(rows)  # [maps, T]
     found: dict[str, Any] = {}
     for filling, whole in wholes.items():
-        for part, hidden in (("removed", stacked), ("kept", 1 - stacked)):
-            images = seen.images * (1 - hidden) + whole * hidden
+        for part, hidden in (("removed", brightest), ("kept", ~brightest)):
+            images = painted(seen.images, hidden, grid, whole)
             with torch.inference_mode():
                 logits = torch.cat([seen.model(few) for few in images.split(BATCH)])
-            shares = logits.softmax(-1)[:, target].tolist()
+            shares = probabilities(logits)[:, target].tolist()
             found[f"{part}, {filling}"] = dict(zip(weights, shares, strict=True))
     return found
 
@@ -279,23 +275,7 @@ def measured(
                 picture_size[1] * (top + (bottom - top) * (y + 0.5) / height),
             )
             numbers[name]["inside"] = float(within(place, boxes))
-    return float(seen.traced.logits[0].detach().softmax(-1).max()), numbers
-
-
-def mean_and_error(values: np.ndarray) -> tuple[float, float]:
-    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
-
-
-def starred(columns: dict[str, np.ndarray], lower: bool) -> set[str]:
-    """The map with the best mean, and those within two standard errors of it, photo by photo."""
-    sign = 1 if lower else -1
-    best = min(columns, key=lambda name: sign * columns[name].mean())
-    chosen = set()
-    for name, values in columns.items():
-        difference, error = mean_and_error(sign * (values - columns[best]))
-        if difference <= 2 * error:
-            chosen.add(name)
-    return chosen
+    return float(probabilities(seen.traced.logits[0].detach()).max()), numbers
 
 
 def commit() -> str:
@@ -322,14 +302,14 @@ def main() -> None:
     count = min(arguments.images or live.images, live.images)
 
     started = time.process_time()
-    probabilities = []
+    whole = []
     found = []
     for image in range(count):
         boxes = None
         if boxes_of is not None:
             boxes = boxes_of[Path(live.data.train.path(image)).name]
         probability, numbers = measured(live, image, boxes)
-        probabilities.append(probability)
+        whole.append(probability)
         found.append(numbers)
         print(f"{image + 1} of {count}", end="\r", file=sys.stderr)
     facts = {
@@ -343,27 +323,21 @@ def main() -> None:
         "core_seconds": round(time.process_time() - started),
     }
 
-    parts = list(found[0]["random"])
-    columns = {
-        part: {name: np.array([each[name][part] for each in found]) for name in found[0]}
-        for part in parts
-    }
-    print(f"{count} photos, probability of the predicted class", end=" ")
-    print("{:.3f} ± {:.3f}".format(*mean_and_error(np.array(probabilities))))
-    print("| map |", " | ".join(parts), "|")
-    stars = {part: starred(columns[part], part.startswith(LOWER)) for part in parts}
+    print(f"{count} photos, probability of the predicted class {mean_and_error(whole)}")
+    print("| map |", " | ".join(found[0]["random"]), "|")
     rows = []
     for name in found[0]:
-        cells = []
-        for part in parts:
-            mean, error = mean_and_error(columns[part][name])
-            cells.append(f"{mean:.3f} ± {error:.3f}{' *' * (name in stars[part])}")
-        print(f"| {name} |", " | ".join(cells), "|")
-        values = {part: columns[part][name].round(3).tolist() for part in parts}
-        rows.append({"title": name, **facts, "photos": values})
+        photos = {part: [round(each[name][part], 3) for each in found] for part in found[0][name]}
+        print(f"| {name} |", " | ".join(map(mean_and_error, photos.values())), "|")
+        rows.append({"title": name, **facts, "photos": photos})
     if arguments.out:
         lines = ",\n ".join(map(json.dumps, rows))
         arguments.out.write_text(f"[\n {lines}\n]\n")
+
+
+def mean_and_error(values: list[float]) -> str:
+    """The mean, and its standard error."""
+    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
 
 
 if __name__ == "__main__":

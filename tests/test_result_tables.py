@@ -182,7 +182,7 @@ def test_a_table_of_retests_has_means_over_seeds(collect):
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.name)
 def test_raw_files_are_lists_of_entries_with_all_keys(path):
     """Measurements of time and memory have a title, and no accuracy; trainings have a name."""
-    measured = path.name in ("benchmarks.json", "inference.json", "scale.json")
+    measured = path.name in ("benchmarks.json", "explain.json", "inference.json", "scale.json")
     for entry in json.loads(path.read_text()):
         name = entry["title" if measured else "name"]
         missing = KEYS - entry.keys()
@@ -217,6 +217,32 @@ def test_commands_of_raw_files_name_files_settings_and_rows_that_there_are(path,
                 rows_of[command] = {row.name for row in rows}
             asked = [word for option, word in pairwise(words) if option == "--row"]
             assert {entry.get("row", entry["name"]), *asked} <= rows_of[command], command
+
+
+def test_maps_within_two_standard_errors_of_the_best_are_bold(collect):
+    """Photo by photo: the spread of the photos themselves hides no difference."""
+    draw = np.random.default_rng(0)
+    photos = draw.random(100)
+    noise = draw.normal(size=100)
+    noise -= noise.mean()
+    error = noise.std(ddof=1) / 10  # of the mean of 100
+    measured = {
+        "best": photos,
+        "as good": photos + noise + 1.9 * error,
+        "worse": photos + noise + 2.1 * error,
+    }
+    rows = [
+        {"title": name, "photos": {"removed": list(values)}} for name, values in measured.items()
+    ]
+    lines = collect.table_of_maps(rows).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines if "**" in line] == ["best", "as good"]
+    spread = photos.std(ddof=1) / 10
+    assert f"**{photos.mean():.3f} ± {spread:.3f}**" in lines[0]
+    kept = [{"title": row["title"], "photos": {"kept": row["photos"]["removed"]}} for row in rows]
+    [line] = [
+        line for line in collect.table_of_maps(kept).splitlines() if line.startswith("| worse")
+    ]
+    assert "**" in line  # where higher is better
 
 
 def test_the_page_of_stores_says_what_an_export_took():

@@ -3,8 +3,8 @@
     python docs/figures/view.py MODEL FOLDER
 
 MODEL is a ViT with weights, as `gaupipe view --model` takes it; the pictures in the repository are
-of deit_tiny_patch16_224.fb_in1k. The photos are the two that scikit-learn ships. The other pictures
-are of a run on the digits. FOLDER gets the photos and the run, or has them. Needs the extra `test`
+of deit_tiny_patch16_224.fb_in1k. The photo is one that scikit-learn ships. The other pictures are
+of a run on the digits. FOLDER gets the photos and the run, or has them. Needs the extra `test`
 and a chromium.
 """
 
@@ -35,8 +35,8 @@ OF_PHOTOS = {
 }
 DARK = {"view_patch"}
 OF_DIGITS = {
-    "view_student": (DESKTOP, "image=3&layer=1&head=1&query=6&student=standard"),
-    "view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=6&student="),
+    "view_student": (DESKTOP, "image=3&layer=1&head=1&query=6&style=squares"),
+    "view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=6&style=squares&student="),
 }
 
 
@@ -46,8 +46,7 @@ def gaupipe(*arguments: str | Path) -> None:
 
 def make_photos(folder: Path) -> None:
     folder.mkdir(parents=True)
-    for name in ("china", "flower"):
-        Image.fromarray(load_sample_image(f"{name}.jpg")).save(folder / f"{name}.png")
+    Image.fromarray(load_sample_image("china.jpg")).save(folder / "china.png")
 
 
 @contextmanager

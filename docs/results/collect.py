@@ -51,6 +51,11 @@ A table of retests is of the rows of ``benchmarks/retest.py``:
 
     <!-- retests retest.json data=digits epochs=12 -->
     <!-- /retests -->
+
+A table of maps has what ``benchmarks/explain.py`` measured of each map, photo by photo:
+
+    <!-- maps explain.json data=imagenet-sample-images -->
+    <!-- /maps -->
 """
 
 from __future__ import annotations
@@ -84,7 +89,7 @@ from stages.compare.tables import p_text
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
 TABLE = re.compile(
-    r"(<!-- (?P<kind>table|pairs|passages|ratios|ways|losses|retests)"
+    r"(<!-- (?P<kind>table|pairs|passages|ratios|ways|losses|retests|maps)"
     r" (?P<file>\S+)(?P<words>.*?) -->\n)"
     r".*?(<!-- /(?P=kind) -->)",
     re.DOTALL,
@@ -416,6 +421,44 @@ def mean_and_std(numbers: list[float], digits: int = 1) -> str:
     return f"{result.mean:.{digits}f} ± {result.std:.{digits}f}"
 
 
+def table_of_maps(maps: list[dict[str, Any]]) -> str:
+    """Markdown table of the means over photos that ``benchmarks/explain.py`` measured of each map,
+    with their standard errors; the best of a column is bold, and so is what is within two standard
+    errors of it, photo by photo."""
+    parts = list(maps[0]["photos"])
+    lines = [f"| map | {' | '.join(parts)} |", "|---" * (1 + len(parts)) + "|"]
+    bold = {}
+    for part in parts:
+        photos = {row["title"]: row["photos"][part] for row in maps}
+        bold[part] = best_maps(photos, lower=part.startswith(("removed", "border")))
+    for row in maps:
+        cells = []
+        for part in parts:
+            mean, error = mean_and_error(row["photos"][part])
+            cell = f"{mean:.3f} ± {error:.3f}"
+            cells.append(f"**{cell}**" if row["title"] in bold[part] else cell)
+        lines.append(f"| {row['title']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def best_maps(photos: dict[str, list[float]], lower: bool) -> set[str]:
+    """The map with the best mean, and those within two standard errors of it, photo by photo."""
+    sign = 1 if lower else -1
+    best = min(photos, key=lambda name: sign * statistics.fmean(photos[name]))
+    chosen = set()
+    for name, values in photos.items():
+        pairs = zip(values, photos[best], strict=True)
+        mean, error = mean_and_error([sign * (one - other) for one, other in pairs])
+        if mean <= 2 * error:
+            chosen.add(name)
+    return chosen
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """The mean, and its standard error."""
+    return statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
+
+
 DRAWERS: dict[str, Callable[..., str]] = {
     "table": table,
     "pairs": table_of_pairs,
@@ -424,6 +467,7 @@ DRAWERS: dict[str, Callable[..., str]] = {
     "ways": table_of_ways,
     "losses": table_of_losses,
     "retests": table_of_retests,
+    "maps": table_of_maps,
 }
 
 

@@ -74,8 +74,9 @@ export function sentence(app, pane) {
   }
   const whose = compared || rival ? `${headline(app, pane)}. ` : "";
   const [h, w] = grid;
+  const few = 2 * (h + w) - 4 < (h * w) / 2; // in a small grid most patches are outermost
   const outermost = most % w === 0 || most % w === w - 1 || most < w || most >= (h - 1) * w;
-  const warning = outermost ? " It reads the border: often a sink." : "";
+  const warning = few && outermost ? " It reads the border: often a sink." : "";
   return `${whose}Bright: ${what}. Most: ${place(most)} (${weights[most].toPrecision(3)}).${warning}`;
 }
 
