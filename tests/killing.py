@@ -28,7 +28,6 @@ FORKS.set_forkserver_preload(
         "stages.run",
         "stages.evaluate",
         "sklearn.datasets",
-        "sklearn.model_selection",
         "torch.nn.parallel",
         "torch._dynamo",
     ]

@@ -31,7 +31,7 @@ def run_main(*arguments, cwd=None) -> int:
 
 FRESH = """
 import json, os, sys
-import sklearn.datasets, sklearn.model_selection, timm, torch._dynamo
+import sklearn.datasets, timm, torch._dynamo
 
 for folder, command in json.loads(sys.argv[1]):
     child = os.fork()

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 from gaupipe.data import sources
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.stratified import stratified_split
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
@@ -114,6 +116,29 @@ def test_a_batch_carries_the_stored_maps_of_its_own_images():
     batches = Batches(data.train, data, CPU, 7)
     for batch in batches.epoch(0, UNCHANGED, NumberedMaps()):
         assert batch.stored["maps"].tolist() == (batch.ids * 10).tolist()
+
+
+def test_a_stratified_split_is_scikit_learns():
+    """Bit for bit: classes of equal and of odd sizes, any labels in any order, any share."""
+    random_numbers = np.random.default_rng(0)
+    for _ in range(300):
+        classes = int(random_numbers.integers(1, 12))
+        sizes = random_numbers.integers(2, 2 + random_numbers.integers(1, 60), classes)
+        values = random_numbers.choice(100, classes, replace=False)
+        labels = random_numbers.permutation(np.repeat(values, sizes))
+        if len(labels) < 2 * classes:
+            continue
+        count = int(random_numbers.integers(classes, len(labels) - classes + 1))
+        expected = train_test_split(
+            np.arange(len(labels)), test_size=count, stratify=labels, random_state=0
+        )
+        for ours, theirs in zip(stratified_split(labels, count), expected, strict=True):
+            assert np.array_equal(ours, np.sort(theirs)), (sizes, count)
+
+
+def test_a_part_without_an_image_of_each_class_is_refused():
+    with pytest.raises(UserError, match="data.train_images: cannot take 5 of .* each of the 10"):
+        digits(train_images=5)
 
 
 def test_a_smaller_training_set_keeps_the_validation_set_and_the_classes():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from torch import Tensor
 from gaupipe.data.folder import check_spelling
 from gaupipe.data.images import UNLABELLED, FileImages, Source, are_among
 from gaupipe.data.sources import open_sources
+from gaupipe.data.stratified import stratified_split
 from gaupipe.data.unlabelled import JoinedImages, open_unlabelled, without_copies
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
@@ -439,8 +441,6 @@ def _stratified(
     source: Source, positions: np.ndarray, share: float | int, setting: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Splits positions class by class into (rest, share), each sorted; always the same way."""
-    from sklearn.model_selection import train_test_split
-
     labels = source.labels[positions]
     classes, counts = np.unique(labels, return_counts=True)
     if counts.min() == 1:
@@ -450,10 +450,11 @@ def _stratified(
             f"{setting}: {(counts == 1).sum()} of {len(counts)} classes have one image alone, such "
             f"as {str(name)!r}: a class that is to be split should have two"
         )
-    try:
-        rest, taken = train_test_split(positions, test_size=share, stratify=labels, random_state=0)
-    except ValueError as error:
+    count = math.ceil(share * len(positions)) if isinstance(share, float) else share
+    if min(count, len(positions) - count) < len(classes):
         raise UserError(
-            f"{setting}: cannot take {share} of {len(positions)} images class by class: {error}"
-        ) from None
-    return np.sort(rest), np.sort(taken)
+            f"{setting}: cannot take {share} of {len(positions)} images class by class: both parts "
+            f"need an image of each of the {len(classes)} classes"
+        )
+    rest, taken = stratified_split(labels, count)
+    return positions[rest], positions[taken]
