@@ -61,7 +61,13 @@ TINY = [*tiny(100, 50, 2, depth=1), "phase_a.max_epochs=1"]
 
 def made_up(accuracies: list[float], phase_a: int = 0, **curves) -> FinishedTraining:
     costs: dict = {"parameters": 1, "multiply_adds": 3e9, "processor_seconds": 1.0}
-    empty: dict = {"val_loss": [0.0], "loss_hard": [0.0], "seconds": [0.0]}
+    empty: dict = {
+        "val_loss": [0.0],
+        "loss_hard": [0.0],
+        "seconds": [0.0],
+        "processor_seconds": [0.0],
+        "phase_a_costs": {},
+    }
     return FinishedTraining(
         seed=0,
         folder="a",
@@ -71,7 +77,6 @@ def made_up(accuracies: list[float], phase_a: int = 0, **curves) -> FinishedTrai
         right=None,
         val_acc=accuracies,
         costs=costs,
-        phase_a_costs={},
         **(empty | curves),
     )
 
@@ -115,6 +120,23 @@ def test_speed_up_is_taken_seed_by_seed_phase_a_counted():
     early = [made_up([0.2, 0.9, 0.4])]
     assert first_passages(early, early, 1.0, is_share=True).epochs.mean == 2
     assert first_passages([made_up([0.8])], early, 1.0, is_share=True).speedup.mean == 2
+
+
+def test_core_seconds_are_those_until_the_goal_and_of_what_came_before_it():
+    """The student's first three of four epochs, and all of phase A and the export or its share."""
+    reference = [made_up([0.1, 0.3, 0.8, 0.8], processor_seconds=[5.0, 5.0, 4.0, 9.0])]
+    student = made_up(
+        [0.3, 0.5, 0.7, 0.9],
+        processor_seconds=[1.0, 2.0, 4.0, 8.0],
+        phase_a_costs={"multiply_adds": 1, "processor_seconds": 12.0},
+        sharing=3,
+    )
+    row = first_passages([student], reference, 0.5)
+    assert row.core_seconds.mean == 1 + 2 + 4 + 12
+    assert row.core_seconds_shared.mean == 1 + 2 + 4 + 12 / 3
+    plain = first_passages(reference, reference, 0.35)
+    assert plain.core_seconds.mean == plain.core_seconds_shared.mean == 5 + 5 + 4
+    assert first_passages([student], reference, 0.95).core_seconds.mean is None
 
 
 def test_never_reached_gives_no_mean_and_no_speed_up():

@@ -79,6 +79,10 @@ class Passages:
     """Epochs until then."""
     epochs_with_phase_a: Spread
     """The same, the epochs of a teacher that was trained counted."""
+    core_seconds: Spread
+    """Seconds of the processor until then, those of phase A and of the export counted."""
+    core_seconds_shared: Spread
+    """The same, if all students of the comparison that need them share phase A and the export."""
     speedup: Spread
     """The reference's epochs over ``epochs_with_phase_a``, seed by seed."""
     saved_by_seed: list[int | None]
@@ -98,6 +102,8 @@ def first_passages(
     may pass it before its last epoch."""
     epochs: list[int | None] = []
     epochs_with_phase_a: list[int | None] = []
+    core_seconds: list[float | None] = []
+    core_seconds_shared: list[float | None] = []
     of_reference: list[int | None] = []
     for run, other in zip(runs, reference, strict=True):
         curve_of_reference = smoothed(other.val_acc)
@@ -105,13 +111,24 @@ def first_passages(
         of_reference.append(epochs_to(curve_of_reference, accuracy))
         taken = epochs_to(smoothed(run.val_acc), accuracy)
         epochs.append(taken)
-        epochs_with_phase_a.append(None if taken is None else taken + run.phase_a_epochs)
+        if taken is None:
+            epochs_with_phase_a.append(None)
+            core_seconds.append(None)
+            core_seconds_shared.append(None)
+            continue
+        epochs_with_phase_a.append(taken + run.phase_a_epochs)
+        of_student = sum(run.processor_seconds[:taken])
+        of_phase_a = run.phase_a_costs.get("processor_seconds", 0.0)
+        core_seconds.append(of_student + of_phase_a)
+        core_seconds_shared.append(of_student + of_phase_a / run.sharing)
     return Passages(
         goal,
         is_share,
         reached=sum(taken is not None for taken in epochs),
         epochs=spread(epochs),
         epochs_with_phase_a=spread(epochs_with_phase_a),
+        core_seconds=spread(core_seconds),
+        core_seconds_shared=spread(core_seconds_shared),
         speedup=spread(_where_both_are(truediv, of_reference, epochs_with_phase_a)),
         saved_by_seed=_where_both_are(sub, of_reference, epochs_with_phase_a),
     )

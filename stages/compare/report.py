@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -110,7 +111,10 @@ def report(
 
     The reference is the plain ViT. Raises UserError where one of its trainings failed.
     """
-    rows = [_row(seeds, outcomes) for seeds in trainings]
+    students = Counter(
+        training.phase_a_costs for row in trainings for training in row if training.needs_phase_a
+    )
+    rows = [_row(row, outcomes, students) for row in trainings]
     reference = next(row for row in rows if row.row == BASELINE)
     if reference.failed:
         reason = reference.failed[0]
@@ -177,9 +181,12 @@ def _passages(
 
 
 def _row(
-    trainings: Sequence[RowTraining], outcomes: Mapping[Path, FinishedTraining | str]
+    trainings: Sequence[RowTraining],
+    outcomes: Mapping[Path, FinishedTraining | str],
+    students: Mapping[Path, int],
 ) -> RowResult:
-    """A row before it is compared with others."""
+    """A row before it is compared with others; ``students`` has by the file of its costs how many
+    trainings need a phase A and its export."""
     row = trainings[0].row
     runs = []
     failures = set()
@@ -188,7 +195,7 @@ def _row(
         if isinstance(outcome, str):
             failures.add(outcome)
         else:
-            runs.append(outcome)
+            runs.append(replace(outcome, sharing=students.get(training.phase_a_costs, 1)))
     if failures:
         runs = []
     attention = trainings[0].settings.model.attention

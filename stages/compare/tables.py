@@ -98,9 +98,12 @@ def tables(results: Comparison) -> Iterator[str]:
     caption += f": speed-up over the {reference}"
     if not all(row.plain for row in rows):
         caption += "; with A: phase A counted, as in the speed-up"
+    caption += f"; core s: seconds of the processor {names[-1]}"
+    if not all(row.plain for row in rows):
+        caption += ", phase A and export counted; shared: among all rows that need them"
     yield _table(
         "Epochs until the mean of the last five accuracies reaches a goal",
-        [*names, "with A", "speed-up"],
+        [*names, "with A", "speed-up", "core s", "shared"],
         (_passages(row, seeds, len(goals)) for row in rows),
         caption,
     )
@@ -151,7 +154,9 @@ def _passages(row: RowResult, seeds: int, goals: int) -> list[str]:
     last = row.at[-1]
     with_a = "-" if row.plain else _mean(last.epochs_with_phase_a, "{:.1f}")
     epochs = (_epochs(at, seeds) for at in row.at)
-    return [row.row, *epochs, with_a, _mean(last.speedup, "{:.2f}")]
+    seconds = _mean(last.core_seconds, "{:,.0f}")
+    shared = "-" if row.plain else _mean(last.core_seconds_shared, "{:,.0f}")
+    return [row.row, *epochs, with_a, _mean(last.speedup, "{:.2f}"), seconds, shared]
 
 
 def _epochs(at: Passages, seeds: int) -> str:

@@ -57,10 +57,13 @@ class FinishedTraining:
     loss_hard: list[float]
     """Of the training images' labels, which all rows have."""
     seconds: list[float]
+    processor_seconds: list[float]
     costs: Mapping[str, float]
     """Of the student, by the names of :class:`stages.compare.costs.Costs`."""
     phase_a_costs: Mapping[str, float]
     """Of its teacher and the export; empty where neither counts."""
+    sharing: int = 1
+    """Trainings of the comparison, with this one, that need this very phase A and export."""
 
     @property
     def final_acc(self) -> float:
@@ -200,6 +203,7 @@ class RowTraining:
             val_loss=[entry["val_loss"] for entry in metrics],
             loss_hard=[entry["loss_hard"] for entry in metrics],
             seconds=[entry["seconds"] for entry in metrics],
+            processor_seconds=[entry.get("processor_seconds", 0.0) for entry in metrics],
             costs=costs["student"],
             phase_a_costs=costs["phase_a"],
         )
