@@ -180,3 +180,20 @@ def test_pooled_maps_are_means_over_queries_and_sums_over_keys_by_area(grid, new
             block = fine[..., coarse == query, :][..., :, coarse == key]
             expected[..., query, key] = block.sum(-1).mean(-1)
     np.testing.assert_allclose(pooled.numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_largest_keys_are_those_of_a_stable_sort(dtype):
+    """Exactly: also of subnormal weights, of zeros and of equal ones, of which the first come."""
+    maps = random_maps(5, 2, 3, 40, 50)
+    maps[0, 0, :, ::2] = 0.0
+    maps[0, 1] = 1 / 50
+    maps[0, 2] *= 1e-42
+    maps = maps.to(dtype)
+    numbers = maps.float().numpy()
+    order = np.argsort(-numbers, axis=-1, kind="stable")
+    for k in (1, 8, 50):
+        keys, weights = top_k(maps, k)
+        assert np.array_equal(keys, order[..., :k])
+        assert weights.dtype == dtype
+        assert np.array_equal(weights.float(), np.take_along_axis(numbers, order[..., :k], -1))

@@ -10,6 +10,7 @@ Axis letters: B images, H heads, T tokens (T = h * w), P class and register toke
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,26 @@ left of it is what the stored numbers' rounding left."""
 
 
 def top_k(maps: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest keys of each row of maps [..., T], largest first: (keys [..., k] int64, weights
-    [..., k] of the maps' dtype)."""
-    weights, keys = maps.topk(k, dim=-1)
-    return keys, weights
+    """The k largest keys of each row of maps [..., T] float32 or narrower, largest first, and of
+    equal ones the first: (keys [..., k] int64, weights [..., k] of the maps' dtype). On a GPU
+    torch chooses among equal ones."""
+    if maps.device.type != "cpu":
+        weights, keys = maps.topk(k, dim=-1)
+        return keys, weights
+    # numpy sorts whole rows by vector instructions, in a third of the time that torch takes to
+    # find k numbers. A weight as a double leaves its lower 29 bits free, which take the key; the
+    # bits of numbers that are not negative are in the order of the numbers.
+    last = maps.shape[-1] - 1
+    bits = maps.double().numpy().view(np.int64)
+    bits |= np.arange(last, -1, -1)
+    bits = np.sort(bits, axis=-1)[..., : -k - 1 : -1]
+    keys = torch.from_numpy(last - (bits & KEY_BITS))
+    weights = torch.from_numpy((bits & ~KEY_BITS).view(np.float64))
+    return keys, weights.to(maps.dtype)
+
+
+KEY_BITS = (1 << 29) - 1
+"""Of a float32 number as a double, those that are 0."""
 
 
 def from_top_k(keys: Tensor, weights: Tensor, tokens: int) -> Tensor:
