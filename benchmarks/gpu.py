@@ -44,7 +44,7 @@ STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
     "GauAttention": (30, "{here}/gauattention.py", "--tokens 64 --rounds 2 --tokens-per-batch 64"),
     "phase B": (
         60,
-        "{here}/phase_b.py --tokens 64,196,1024",
+        "{here}/phase_b.py --tokens 64,196,1024 --kinds gaussian,predictions",
         "--tokens 64 --students xsa --rounds 2 --tokens-per-batch 64",
     ),
     "phase B, compiled": (

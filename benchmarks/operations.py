@@ -31,8 +31,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.losses import FeatureLoss, TeacherMaps
+from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, drawn_queries
 from gaupipe.maps.stored import StoredAttention
+from gaupipe.settings import PhaseBSettings
 from gaupipe.teachers.base import MapShape
 from gaupipe.teachers.local import LocalMaps
 from gaupipe.training.job import hard_loss
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="64,196", help="of " + ", ".join(map(str, SIZES)))
     parser.add_argument("--maps", default="", help="also phase B: local, or kinds of stores")
     parser.add_argument("--class-token", action="store_true")
+    parser.add_argument("--queries", type=int, default=PhaseBSettings().queries)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--names", action="store_true", help="operations instead of groups")
@@ -105,7 +107,8 @@ def steps_of(
 
     def distil(attention_of_batch: Callable[[], StoredAttention]) -> None:
         maps = attention_of_batch()
-        logits, feature = with_loss(images, TeacherMaps(maps, layers, maps.grid))
+        queries = drawn_queries(arguments.queries, (0, 0, 0), tokens)
+        logits, feature = with_loss(images, TeacherMaps(maps, layers, maps.grid, queries=queries))
         update(hard_loss(logits, labels) + feature)
 
     steps: dict[str, Callable[[], object]] = {key: lambda: update(hard_loss(model(images), labels))}

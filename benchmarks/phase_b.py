@@ -4,6 +4,9 @@ for maps.
     python benchmarks/phase_b.py    Atto, every attention, 64 and 196 tokens
     python benchmarks/phase_b.py --students standard,belief2 --tokens 64 --rounds 30
     python benchmarks/phase_b.py --students standard --kinds topk,dense    other kinds of stores
+    python benchmarks/phase_b.py --students standard --class-token --queries all
+    python benchmarks/phase_b.py --students standard --kinds predictions    without maps, from a
+                                                    store and from a table in memory
     python benchmarks/phase_b.py --checkpointing    and both steps with gradient checkpointing
     python benchmarks/phase_b.py --students standard --tokens 64 --kinds topk,dense --teachers 1,4
                                                     and a teacher in every step, and its export
@@ -31,7 +34,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,14 +48,15 @@ import store
 from gaupipe import capture
 from gaupipe.attention import STUDENTS
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, soft_loss
+from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, drawn_queries, soft_loss
 from gaupipe.maps.gaussians import expected_map
-from gaupipe.maps.stored import StoredAttention, StoredRows
+from gaupipe.maps.stored import StoredAttention, StoredRows, select_queries
 from gaupipe.maps.views import top_k
+from gaupipe.settings import PhaseBSettings
 from gaupipe.training.job import hard_loss
 
 IMAGES = 512
-STORES = {"gaussian": {}, "topk": dict(k=8, encoding="uint8"), "dense": {}}
+STORES = {"gaussian": {}, "topk": dict(k=8, encoding="uint8"), "dense": {}, "predictions": {}}
 LARGEST = 2**29
 """Bytes of a store: where images are large there are fewer."""
 SIZES = {side**2: dict(img_size=4 * side, patch_size=4) for side in (8, 14, 32)}
@@ -65,6 +69,8 @@ def main() -> None:
     parser.add_argument("--students", default=",".join(STUDENTS))
     parser.add_argument("--kinds", default="gaussian", help="of " + ", ".join(STORES))
     parser.add_argument("--tokens", default="64,196", help="of " + ", ".join(map(str, SIZES)))
+    parser.add_argument("--class-token", action="store_true")
+    parser.add_argument("--queries", type=queries, default=PhaseBSettings().queries)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=1)
@@ -86,13 +92,19 @@ def main() -> None:
             maps = write_store(f"{folder}/maps.zarr", tokens, kind)
             for key in arguments.students.split(","):
                 batch = arguments.tokens_per_batch // tokens
-                measured = measure(key, tokens, maps, batch, arguments, device, steps)
+                names = ["distilled", "table"] if kind == "predictions" else steps
+                measured = measure(key, tokens, maps, batch, arguments, device, names)
                 for step, (ratios, memory, wait) in measured.items():
                     what = f"{step}, {key}, {kind}, {tokens} tokens"
                     record(f"{what}: time", ratios)
                     record(f"{what}: memory", [memory, memory])
                     times = f"{step:<15}  {spread(ratios)}  {memory:<7.2f} {wait:.1%}"
                     print(f"{key:<12} {kind:<8} {tokens:>6}  {times}", flush=True)
+
+
+def queries(text: str) -> int | None:
+    """As phase_b.queries: a number, or all."""
+    return None if text == "all" else int(text)
 
 
 def measure(
@@ -108,7 +120,10 @@ def measure(
     time spent waiting for maps."""
     torch.manual_seed(0)
     rounds = arguments.rounds
-    model = timm.create_model("gauvit_atto_patch4_32", attention=key, **SIZES[tokens]).to(device)
+    sizes = dict(SIZES[tokens])
+    if arguments.class_token:
+        sizes |= dict(class_token=True, global_pool="token", fc_norm=False)
+    model = timm.create_model("gauvit_atto_patch4_32", attention=key, **sizes).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)
@@ -117,8 +132,12 @@ def measure(
     forward, with_loss = model, FeatureLoss(model, compiled=arguments.compile)
     if arguments.compile:
         forward, with_loss = torch.compile(model), torch.compile(with_loss)
-    read = MAP_KINDS[maps.schema.kind].reader(maps, device)
+    read = None
+    if maps.schema.has_maps:
+        read = MAP_KINDS[maps.schema.kind].reader(maps, device)
+    table = np.random.default_rng(0).normal(size=(len(maps), 10)).astype(np.float32)
     waited = 0.0
+    drawn = 0
 
     def plain() -> None:
         nonlocal waited
@@ -130,10 +149,27 @@ def measure(
         started = time.perf_counter()
         stored = next(targets)
         waited = time.perf_counter() - started
-        distil(read(stored), torch.from_numpy(stored["logits"]).to(device))
+        logits = torch.from_numpy(stored["logits"]).to(device)
+        if read is None:
+            learn_predictions(logits)
+        else:
+            distil(read(stored), logits)
+
+    def from_table() -> None:
+        nonlocal waited
+        waited = 0.0
+        learn_predictions(torch.from_numpy(table[rng.permutation(len(table))[:batch]]).to(device))
+
+    def learn_predictions(teacher_logits: torch.Tensor) -> None:
+        logits = forward(images)
+        soft = soft_loss(logits, teacher_logits.float().softmax(-1))
+        update(0.5 * soft + 0.5 * hard_loss(logits, labels))
 
     def distil(attention: StoredAttention, teacher_logits: torch.Tensor) -> None:
+        nonlocal drawn
+        drawn += 1
         teacher = TeacherMaps(attention, list(range(maps.schema.layers)), maps.schema.grid)
+        teacher.queries = drawn_queries(arguments.queries, (0, 0, drawn), tokens)
         logits, feature = with_loss(images, teacher)
         soft = soft_loss(logits, teacher_logits.float().softmax(-1))
         update(0.2 * soft + 0.1 * hard_loss(logits, labels) + 0.7 * feature)
@@ -142,7 +178,7 @@ def measure(
         nonlocal waited
         waited = 0.0
         shown, logits = look(teacher, images)
-        distil(StoredRows(lambda layer: shown[layer], maps.schema.grid), logits)
+        distil(StoredRows(rows_of(shown), maps.schema.grid), logits)
 
     def update(loss: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -159,7 +195,7 @@ def measure(
             return lambda: online(teachers[more])
         if kind == "export":
             return lambda: export(teachers[more], images, maps.schema)
-        return plain if kind == "plain" else distilled
+        return {"plain": plain, "table": from_table}.get(kind, distilled)
 
     memory = {}
     for name in ("plain", *names):
@@ -190,6 +226,11 @@ def teacher_of(cost: float, tokens: int) -> nn.Module:
     width = round(384 * cost**0.5 / 12) * 12
     teacher = timm.create_model("gauvit_atto_patch4_32", embed_dim=width, **SIZES[tokens])
     return teacher.eval().requires_grad_(False)
+
+
+def rows_of(maps: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What StoredRows reads of the maps of some blocks."""
+    return lambda layer, queries: select_queries(maps[layer], queries)
 
 
 def look(teacher: nn.Module, images: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -241,12 +282,11 @@ def resident(name: str) -> int:
 def write_store(url: str, tokens: int, kind: str) -> store.Store:
     """A store of random Gaussians, or of their maps, for the Atto model."""
     side = int(tokens**0.5)
+    sizes = dict(grid=(side, side), layers=7, heads=12)
     schema = store.Schema(
         kind=kind,
         num_images=IMAGES,
-        grid=(side, side),
-        layers=7,
-        heads=12,
+        **({} if kind == "predictions" else sizes),
         num_classes=10,
         dataset="random",
         dataset_sha256="0" * 64,
@@ -260,10 +300,12 @@ def write_store(url: str, tokens: int, kind: str) -> store.Store:
     writer = store.create(url, schema)
     for shard in writer.pending():
         n = shard.stop - shard.start
-        gaussians = random_numbers.normal(size=(n, 7, 12, tokens, 4)).astype(np.float32)
-        gaussians[..., 2:] = np.abs(gaussians[..., 2:]) + 0.1
-        arrays = {"gaussians": gaussians}
-        if kind != "gaussian":
+        arrays = {}
+        if kind != "predictions":
+            gaussians = random_numbers.normal(size=(n, 7, 12, tokens, 4)).astype(np.float32)
+            gaussians[..., 2:] = np.abs(gaussians[..., 2:]) + 0.1
+            arrays = {"gaussians": gaussians}
+        if kind in ("topk", "dense"):
             arrays = arrays_of(schema, expected_map(torch.from_numpy(gaussians), schema.grid))
         writer.write(
             shard,

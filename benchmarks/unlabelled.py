@@ -36,9 +36,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gaupipe.vit.jit  # noqa: F401  (timm learns gaupipe's names)
-from gaupipe.distillation.losses import FeatureLoss, TeacherMaps
+from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, drawn_queries
 from gaupipe.maps.gaussians import Geometry
-from gaupipe.maps.stored import StoredRows
+from gaupipe.maps.stored import StoredRows, select_queries
 from gaupipe.settings import OptimSettings
 from gaupipe.teachers.probe import FOLDS, Probe, fit, stratified
 from gaupipe.training.optimizer import build_optimizer
@@ -69,6 +69,8 @@ class Row:
     maps: str | None = None
     gamma: float = 1.0
     map_epochs: int = 4
+    queries: int = 64
+    """Of the 64 patches those whose maps are compared in a step."""
     network: str = "conv"  # or residual, patch, the ViT's stem; or resnet
     more_blocks: int = 0
     """Further residual blocks in each stage of the residual stem."""
@@ -91,6 +93,7 @@ ROWS = {
     "narrow ResNet's predictions": Row(targets="resnet"),
     "the ViT's own predictions": Row(targets="vit"),
     "predictions and maps": Row(targets="deit", maps="own"),
+    "predictions and maps of 16 queries": Row(targets="deit", maps="own", queries=16),
     "predictions and other images' maps": Row(targets="deit", maps="other"),
     "narrow ResNet, labels": Row(epochs=30, network="resnet", lr=0.016),
     "narrow ResNet, predictions": Row(targets="deit", network="resnet", lr=0.016),
@@ -436,12 +439,12 @@ def train(
                 whose = (ids + 1) % len(images) if row.maps == "other" else ids
                 rows = torch.from_numpy(maps[whose]).float()
 
-                def of_block(block: int, rows: Tensor = rows) -> Tensor:
-                    return rows[:, block, None]
+                def of_block(block: int, queries: Tensor | None, rows: Tensor = rows) -> Tensor:
+                    return select_queries(rows[:, block, None], queries)
 
-                geometry = mirror(mirrored)
                 stored = StoredRows(of_block, GRID)
-                teacher = TeacherMaps(stored, [0, 1, 2, 3], GRID, geometry=geometry)
+                teacher = TeacherMaps(stored, [0, 1, 2, 3], GRID, geometry=mirror(mirrored))
+                teacher.queries = drawn_queries(row.queries, (seed, epoch, step), 64)
                 logits, divergence = with_maps(batch, teacher)
                 loss = F.cross_entropy(logits, targets[ids]) + row.gamma * divergence
             else:

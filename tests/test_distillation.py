@@ -1,5 +1,7 @@
 """L_feat without maps in memory, against the loss on explicit maps; what is compared with what."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import timm
@@ -9,9 +11,10 @@ from torch.nn.functional import cross_entropy
 import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS, comparing
 from gaupipe.attention.standard import in_steps
-from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, feature_loss
-from gaupipe.maps.gaussians import expected_map
-from gaupipe.maps.stored import StoredGaussians, StoredRows
+from gaupipe.data.mixing import Mix
+from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, drawn_queries, feature_loss
+from gaupipe.maps.gaussians import Geometry, expected_map
+from gaupipe.maps.stored import StoredGaussians, StoredRows, select_queries
 from gaupipe.models import forward_with_maps, run_blocks
 from oracles import divergence, equation_9
 
@@ -41,7 +44,7 @@ def teacher_maps(stored: torch.Tensor, form: str = "gaussian", **options) -> Tea
         attention = StoredGaussians(stored, GRID)
     else:
         maps = expected_map(stored, GRID)
-        attention = StoredRows(lambda layer: maps[:, layer], GRID)
+        attention = StoredRows(lambda layer, tokens: select_queries(maps[:, layer], tokens), GRID)
     return TeacherMaps(attention, **{"layers": [0, 1], "grid": GRID, **options})
 
 
@@ -193,3 +196,50 @@ def test_a_grid_of_another_shape_gives_rows():
     fine = TeacherMaps(StoredGaussians(gaussians(tokens=9), (3, 3)), [0, 1], (5, 4)).map(0)
     assert fine.shape == (B, H, 20, 20)
     torch.testing.assert_close(fine.sum(-1), torch.ones(B, H, 20), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("attention", [*comparing(), "prior", "class token", "registers"])
+@pytest.mark.parametrize(
+    "temperature,direction", [(1.0, "teacher_student"), (2.0, "student_teacher")]
+)
+def test_the_mean_over_all_draws_of_queries_is_the_loss_over_all(attention, temperature, direction):
+    """And its gradient: each of the 16 queries alone, and none of them, which is all."""
+    model = student(**PREFIXES[attention]) if attention in PREFIXES else student(attention)
+    images = torch.randn(B, 1, 8, 8)
+    loss = FeatureLoss(model.double(), temperature, direction)
+    results = []
+    for queries in (None, *torch.arange(16).split(1)):
+        teacher = teacher_maps(gaussians(), queries=queries)
+        _, value = loss(images.double(), teacher)
+        results.append([value, *gradients(model, value)])
+    of_all, *of_one = results
+    for whole, *parts in zip(of_all, *of_one, strict=True):
+        torch.testing.assert_close(torch.stack(parts).mean(0), whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["gaussian", "maps"])
+@pytest.mark.parametrize("options", [{}, {"heads": "mean"}, {"heads": [3, 0]}, {"grid": (5, 3)}])
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_rows_of_some_queries_are_those_of_the_whole_map(form, options, moved, mixed):
+    geometry = mix = None
+    if moved:
+        geometry = Geometry(torch.rand(B, 2) / 4, torch.tensor([[0.7, -0.6], [-1, 1], [1, 1]]))
+    if mixed:  # one by Mixup, two by CutMix
+        box = torch.tensor([[0, 0, 0, 0], [0.1, 0, 0.6, 0.7], [0, 0.4, 0.5, 1]]).double()
+        mix = Mix(torch.tensor([1, 2, 0]), torch.tensor([0.3, 1, 1]).double(), box)
+    queries = torch.tensor([1, 2, 7, 14])
+    more = {"geometry": geometry, "mixed": mix, **options}
+    whole = teacher_maps(gaussians(), form, **more).map(1)
+    some = teacher_maps(gaussians(), form, **more, queries=queries).map(1)
+    torch.testing.assert_close(some, whole[..., queries, :], rtol=1e-5, atol=1e-7)
+
+
+def test_every_set_of_queries_is_as_likely_and_the_batch_alone_draws_it():
+    places = [(0, epoch, number) for epoch in range(30) for number in range(200)]
+    draws = [drawn_queries(2, place, 4) for place in places]
+    counts = Counter(tuple(draw.tolist()) for draw in draws)
+    assert len(counts) == 6  # of 4 queries, two
+    assert all(abs(count - 1000) < 5 * (1000 * 5 / 6) ** 0.5 for count in counts.values())
+    assert torch.equal(drawn_queries(2, (0, 7, 3), 4), draws[7 * 200 + 3])
+    assert drawn_queries(4, (0, 0, 0), 4) is None and drawn_queries(None, (0, 0, 0), 4) is None

@@ -35,6 +35,7 @@ CASES = {
         "phase_a.mode=stochastic",
         "phase_a.optim.ema=0.9",
         "phase_b.gamma=0.2",
+        "phase_b.queries=5",
         "augment.mixup=0.5",
         "train.optim.accumulate=2",
     ],

@@ -28,7 +28,13 @@ from runs import results
 from worlds import assert_close, in_world
 
 DROPS = "model.args={depth: 2, embed_dim: 16, num_heads: 2, drop_path_rate: 0.2}"
-TINY = [*tiny(200, 20, 2), DROPS, "phase_b.gamma=0.2", "checkpoint_minutes=0"]
+TINY = [
+    *tiny(200, 20, 2),
+    DROPS,
+    "phase_b.gamma=0.2",
+    "phase_b.queries=5",
+    "checkpoint_minutes=0",
+]
 CASES = {
     "memory": [
         "phase_a.mode=stochastic",

@@ -43,8 +43,8 @@ class HeadMeanKind(kinds.MapKind):
             means = torch.from_numpy(stored["means"]).to(device).float()  # [B, L, T, T]
             means = means / means.sum(-1, keepdim=True)
 
-            def rows(layer):
-                return means[:, layer, None].expand(-1, heads, -1, -1)
+            def rows(layer, tokens):
+                return kinds.select_queries(means[:, layer, None], tokens).expand(-1, heads, -1, -1)
 
             return kinds.StoredRows(rows, maps.schema.grid)
 

@@ -20,6 +20,7 @@ CASES = {
         "phase_a.mode=stochastic",
         "train.optim.ema=0.9",
         "phase_b.gamma=0.2",
+        "phase_b.queries=5",
     ],
     "files": [
         "phase_a.optim.ema=0.9",

@@ -39,6 +39,8 @@ class Batch:
                here
     whole_labelled
                those of the whole batch that have a label; None where all have, else it may be 0
+    place      (seed, epoch, number in the epoch) of the whole batch in a training: what is drawn
+               for all its images, on all ranks alike, depends on it alone
     """
 
     images: Tensor
@@ -50,6 +52,7 @@ class Batch:
     parts: Sequence[tuple[int, int]] = ()
     whole_size: int | None = None
     whole_labelled: int | None = None
+    place: tuple[int, int, int] = (0, 0, 0)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -193,6 +196,7 @@ class Batches:
                 parts=[*sizes.items()],
                 whole_size=whole_size,
                 whole_labelled=None if labelled is None else labelled[step],
+                place=(augment.seed, number, first + step),
             )
 
     def views(self, entries: np.ndarray, augment: Augment, count: int) -> Iterator[Batch]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Each kind of draw has numbers of its own, so that switching one augmentation on leaves the draws
 # of the others alone.
-RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING = range(7)
+RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING, QUERIES = range(8)
 
 
 def uniforms(

@@ -128,9 +128,11 @@ def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int])
     return np.concatenate(list(corners), axis=-1)
 
 
-def mixed_map(maps: Tensor, mixed: Mix | None, grid: tuple[int, int]) -> Tensor:
+def mixed_map(
+    maps: Tensor, mixed: Mix | None, grid: tuple[int, int], queries: Tensor | None = None
+) -> Tensor:
     """Attention maps [B, H, T, T] that a mixed batch should show, from those of its images, each
-    moved with its own view.
+    moved with its own view; or their rows [B, H, Q, T] of the ``queries`` int64 [Q].
 
     The attention of a query is the mean of that in its two sources, weighted by the share of the
     query's area that each source has: one share for all queries with Mixup; with CutMix the
@@ -140,7 +142,10 @@ def mixed_map(maps: Tensor, mixed: Mix | None, grid: tuple[int, int]) -> Tensor:
     """
     if mixed is None:
         return maps
-    return mixed.blended(maps, mixed.own_share(grid)[:, None, :, None])
+    own_share = mixed.own_share(grid)  # [B, T]
+    if queries is not None:
+        own_share = own_share[:, queries.to(own_share.device)]
+    return mixed.blended(maps, own_share[:, None, :, None])
 
 
 def mixed_targets(probabilities: Tensor, mixed: Mix | None) -> Tensor:

@@ -22,6 +22,7 @@ from gaupipe.distillation.losses import (
     ConstantMaps,
     FeatureLoss,
     TeacherMaps,
+    drawn_queries,
     gamma_at,
     soft_loss,
 )
@@ -79,6 +80,11 @@ class StudentLosses(LabelLosses):
         if gamma:
             assert self.teacher_maps is not None
             maps = self.teacher_maps(batch)
+            tokens = self.student.patch_embed.num_patches
+            queries = drawn_queries(self.phase.queries, batch.place, tokens)
+            if queries is not None:
+                queries = queries.to(batch.images.device, non_blocking=True)
+            maps.queries = queries
             logits, loss_feat = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
         else:
             logits = self.forward_student(batch.images)  # [B, C]

@@ -21,6 +21,7 @@ from gaupipe.maps.stored import (
     StoredAttention,
     StoredGaussians,
     StoredRows,
+    select_queries,
 )
 from gaupipe.maps.views import from_top_k, top_k
 from gaupipe.system.errors import UserError, one_line
@@ -164,9 +165,12 @@ class DenseKind(MapKind):
     def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         return {"maps": attention.maps(dtype)}
 
-    def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:
-        """The map [B, H, P + T, P + T] of a block, from the arrays of a batch."""
-        rows = stored["maps"][:, layer].float()
+    def rows(
+        self, schema: store.Schema, stored: Arrays, layer: int, tokens: Tensor | None
+    ) -> Tensor:
+        """The map [B, H, P + T, P + T] of a block, from the arrays of a batch; or of it the rows of
+        some ``tokens`` int64 [Q]."""
+        rows = select_queries(stored["maps"][:, layer], tokens).float()
         return rows / rows.sum(-1, keepdim=True) if schema.encoding == "uint8" else rows
 
     def reader(self, maps: store.Store, device: torch.device) -> Reader:
@@ -192,9 +196,11 @@ class TopKKind(DenseKind):
         weights = torch.stack([weights for _, weights in blocks], dim=1)
         return {"keys": keys, "weights": weights}
 
-    def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:
-        keys = stored["keys"][:, layer].long()
-        weights = stored["weights"][:, layer].float()
+    def rows(
+        self, schema: store.Schema, stored: Arrays, layer: int, tokens: Tensor | None
+    ) -> Tensor:
+        keys = select_queries(stored["keys"][:, layer], tokens).long()
+        weights = select_queries(stored["weights"][:, layer], tokens).float()
         return from_top_k(keys, weights, schema.tokens)
 
 

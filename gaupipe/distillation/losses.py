@@ -1,7 +1,8 @@
 """The losses of phase B, the schedule of gamma (*GauTransformer, eqs 9-11*), and the student's pass
 that compares attention maps block by block.
 
-Axis letters: B images, H heads, T tokens on a grid (h, w), d_m head width, C classes.
+Axis letters: B images, H heads, T tokens on a grid (h, w), Q of them as queries, d_m head
+width, C classes.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gaupipe.attention.base import fused_attention
+from gaupipe.attention.base import StudentAttention, fused_attention
 from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
 from gaupipe.attention.standard import in_steps
+from gaupipe.data.draws import QUERIES, uniforms
 from gaupipe.data.mixing import Mix, mixed_map
 from gaupipe.maps.gaussians import Geometry, outer
 from gaupipe.maps.stored import Seen, StoredAttention
@@ -49,11 +52,11 @@ def feature_loss(
     """How far the student's attention map of one block is from the teacher's (*eq. 9*), mean over
     images, heads and queries.
 
-    student_log_map  [B, H, T, T] log-probabilities over keys
-    teacher_map      [B or 1, H or 1, T, T] probabilities over keys
+    student_log_map  [B, H, Q, T] log-probabilities over keys
+    teacher_map      [B or 1, H or 1, Q, T] probabilities over keys
     temperature      both maps become softmax(log p / temperature) before they are compared
     divergence       a name in ``DIVERGENCES``
-    hidden           keys that the student cannot see, bool broadcastable to [B, H, T, T]: the
+    hidden           keys that the student cannot see, bool broadcastable to [B, H, Q, T]: the
                      teacher's map loses them too and is renormalised
     """
     if hidden is not None:
@@ -71,8 +74,12 @@ def teacher_student(
     that the teacher gives nothing adds nothing."""
     if temperature != 1.0:
         teacher_map = (teacher_map.log() / temperature).softmax(-1)
-    student_log_map = log_softmax_of_visible(student_log_map / temperature, hidden)
-    return F.kl_div(student_log_map, teacher_map, reduction="sum")
+        student_log_map = (student_log_map / temperature).log_softmax(-1)
+    if hidden is not None:
+        student_log_map = student_log_map.masked_fill(hidden, 0.0)
+    # F.kl_div, whose logarithm of the teacher's map is not vectorised, takes half as long again
+    cross_entropies = -(teacher_map * student_log_map).sum(-1)  # [B, H, Q]
+    return (cross_entropies - entropy(teacher_map)).sum()
 
 
 def student_teacher(
@@ -115,7 +122,7 @@ def log_softmax_of_visible(scores: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def without_keys(maps: Tensor, hidden: Tensor) -> Tensor:
-    """Attention maps [..., T, T] without their ``hidden`` keys, summing to 1 again over the keys. A
+    """Attention maps [..., Q, T] without their ``hidden`` keys, summing to 1 again over the keys. A
     query that looks only at hidden keys looks at all the others alike."""
     maps = maps.masked_fill(hidden, 0.0)
     left = maps.sum(-1, keepdim=True)
@@ -150,6 +157,7 @@ class TeacherMaps:
                 "mean" compares every head with the mean over the teacher's heads
     geometry    where the views of the batch lie in the images that the maps are of
     mixed       the images of the batch that were mixed
+    queries     int64 [Q]: the student's patches whose rows are compared; None is all
     """
 
     stored: StoredAttention
@@ -158,11 +166,13 @@ class TeacherMaps:
     heads: Sequence[int] | Literal["mean"] | None = None
     geometry: Geometry | None = None
     mixed: Mix | None = None
+    queries: Tensor | None = None
 
     def map(self, layer: int) -> Tensor:
-        """The map [B or 1, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
+        """The rows [B or 1, H or 1, Q, T] float32 of the map for a block of the student; they sum
+        to 1."""
         maps = self.stored.map(self._stored_layer(layer), self.seen)
-        maps = mixed_map(maps, self.mixed, self.grid)
+        maps = mixed_map(maps, self.mixed, self.grid, self.queries)
         return maps.mean(1, keepdim=True) if self.heads == "mean" else maps
 
     def remade(self, layer: int, hidden: Tensor | None) -> tuple[MakeMap, Tensor | None]:
@@ -182,7 +192,7 @@ class TeacherMaps:
         """What the student sees of each stored block."""
         grid = self.grid if self.grid != tuple(self.stored.grid) else None
         heads = None if self.heads == "mean" else self.heads
-        return Seen(heads, self.geometry, grid)
+        return Seen(heads, self.geometry, grid, self.queries)
 
     def _stored_layer(self, layer: int) -> int:
         stored = self.layers[layer]
@@ -207,6 +217,19 @@ class ConstantMaps(TeacherMaps):
         return lambda: maps, row_entropy
 
 
+def drawn_queries(count: int | None, place: tuple[int, int, int], tokens: int) -> Tensor | None:
+    """The queries whose rows a batch of training compares: ``count`` of so many ``tokens``, every
+    set as likely as any other, int64 [count] in ascending order, on the CPU; None for all.
+
+    ``place`` is the batch's (seed, epoch, number): one draw for all of its images and all ranks,
+    because rows of one place lie together in memory."""
+    if count is None or count >= tokens:
+        return None
+    seed, epoch, number = place
+    draws = uniforms(seed, epoch, np.array([number]), tokens, QUERIES)[0]
+    return torch.from_numpy(np.sort(draws.argsort()[:count]))
+
+
 class FeatureLoss:
     """The pass of ``student(images)`` with L_feat: (logits [B, C], the sum over blocks of the
     divergence of their rows from the teacher's).
@@ -214,9 +237,9 @@ class FeatureLoss:
     Updates come from the fused kernel of plain training, and no T x T map is kept for the backward
     pass. Where the attention hides the diagonal, the teacher's rows are renormalised without it.
     Of a student with class and register tokens the rows of patches over patches are compared,
-    renormalised (:func:`patch_map`). Dropout of attention, a temperature and another divergence
-    than KL(teacher || student) need the student's map, a block at a time. ``compiled`` says that
-    torch.compile will be at work.
+    renormalised (:func:`patch_map`). Drawn queries, dropout of attention, a temperature and another
+    divergence than KL(teacher || student) need the student's rows, a block at a time. ``compiled``
+    says that torch.compile will be at work.
     Raises UserError for a student without attention maps.
     """
 
@@ -251,7 +274,9 @@ class FeatureLoss:
                 return attention(tokens)
             steps = self.attentions[layer]
             q, k, v = steps.project(tokens)  # [B, H, prefix + T, d_m] each
-            compare = self.compare_fused if self.fused else self.compare_maps
+            compare = self.compare_maps
+            if self.fused and teacher.queries is None:
+                compare = self.compare_fused
             heads, divergence = compare(layer, q, k, v, teacher)
             divergences.setdefault(layer, divergence)  # one that is computed again is not kept
             return steps.output(heads, v, tokens)  # [B, prefix + T, d]
@@ -262,19 +287,24 @@ class FeatureLoss:
     def compare_maps(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher: TeacherMaps
     ) -> tuple[Tensor, Tensor]:
-        """The heads [B, H, prefix + T, d_m] and the divergence of one block, by the student's map,
-        which is made again for the gradient."""
+        """The heads [B, H, prefix + T, d_m] and the divergence of one block, by the rows of the
+        student's map that are compared, which are made again for the gradient."""
         attention = self.attentions[layer]
         hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
+        patch_q = q[..., self.prefix :, :]
+        patch_k = k[..., self.prefix :, :]
+        if teacher.queries is not None:
+            patch_q = patch_q.index_select(-2, teacher.queries)  # [B, H, Q, d_m]
+            hidden = None if hidden is None else hidden[teacher.queries]
 
         def compare(q: Tensor, k: Tensor) -> Tensor:
-            # softmax over the scores of patches is the whole row's, renormalised over patches
-            log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
+            # Softmax over the scores of patches is the whole row's, renormalised over patches. The
+            # method of the base, because an attention's own hides the keys of all its queries.
+            visible = None if hidden is None else ~hidden
+            log_map = StudentAttention.log_map(attention, q, k, visible, False)  # [B, H, Q, T]
             maps = teacher.map(layer)
             return feature_loss(log_map, maps, self.temperature, self.divergence, hidden)
 
-        patch_q = q[..., self.prefix :, :]
-        patch_k = k[..., self.prefix :, :]
         divergence = checkpoint(
             compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
         )

@@ -69,13 +69,17 @@ def without_prefix(maps: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     attention that patches paid to the prefix [B, H], the mean over queries. A row whose whole
     attention is on the prefix becomes uniform.
     """
+    return between_patches(maps[..., prefix:, :], prefix)
+
+
+def between_patches(rows: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """As :func:`without_prefix`, of some patches' rows [B, H, Q, P + T]."""
     if not prefix:
-        return maps, maps.new_zeros(maps.shape[:2])
-    rows = maps[..., prefix:, :]
+        return rows, rows.new_zeros(rows.shape[:2])
     patches = rows[..., prefix:]
     dropped = rows[..., :prefix].sum(-1).mean(-1)
     left = patches.sum(-1, keepdim=True)
-    tiny = torch.finfo(maps.dtype).tiny
+    tiny = torch.finfo(rows.dtype).tiny
     uniform = patches.new_tensor(1 / patches.shape[-1])
     return torch.where(left > tiny, patches / left.clamp_min(tiny), uniform), dropped
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import local_axes
-from gaupipe.maps.stored import AS_STORED, Seen, StoredGaussians, select_heads
+from gaupipe.maps.stored import AS_STORED, Seen, StoredGaussians, select_heads, select_queries
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
@@ -49,8 +49,8 @@ class LocalMaps(StoredGaussians):
         return self
 
     def axes(self, layer: int, seen: Seen = AS_STORED) -> tuple[Tensor, Tensor]:
-        """The two factors ([1, H, T, h], [1, H, T, w]) of a block's map."""
-        along_y, along_x = self.factors
+        """The two factors ([1, H, Q, h], [1, H, Q, w]) of a block's map."""
+        along_y, along_x = (select_queries(one, seen.queries) for one in self.factors)
         return select_heads(along_y, seen.heads), select_heads(along_x, seen.heads)
 
 
