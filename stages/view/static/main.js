@@ -181,13 +181,13 @@ async function complete(mine) {
   }
 }
 
-/** The names of classes: of a data set with labels as they are; of a model such as ImageNet's, whose
+/** The names of classes: of a run or a store as they are; of a model such as ImageNet's, whose
  * classes have synonyms, the first that no other class has too. */
-function shortened(names, labelled) {
+function shortened(names, whole) {
   const first = (name) => name.split(", ")[0];
   const counts = new Map();
   for (const name of names) counts.set(first(name), (counts.get(first(name)) ?? 0) + 1);
-  return names.map((name) => (labelled || counts.get(first(name)) > 1 ? name : first(name)));
+  return names.map((name) => (whole || counts.get(first(name)) > 1 ? name : first(name)));
 }
 
 /** Gets the relevance for the class that is explained. */
@@ -359,7 +359,7 @@ async function watch() {
   if (mine !== watches) return;
   fillSplits(status.splits);
   const isNew = status.pixels.ready && !app.pixelsReady; // pictures, and names of classes
-  app.classNames = shortened(status.class_names, app.about.labelled);
+  app.classNames = shortened(status.class_names, app.about.stored || app.about.students.length > 0);
   app.pixelsReady = status.pixels.ready;
   gallery.progress(status.labels);
   if (isNew) {
