@@ -64,7 +64,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             shard_bytes=int(arguments.shard_mb * 1e6),
         )
         started, cpu_started = time.perf_counter(), time.process_time()
-        write(job, writer, writer.pending())
+        write(job, writer, writer.pending(), job.data.train)
         speed = len(job.data.train) / (time.perf_counter() - started)
         if repeat:
             cpu_ratios.append(forward_cpu / (time.process_time() - cpu_started))
@@ -83,7 +83,7 @@ def fresh_teacher(settings: Settings, folder: Path) -> Teacher:
     teacher = outline(settings, load_data(settings.data)).begin(folder)
     if settings.phase_a.teacher == "vit":
         save_student(teacher.network, folder / "teacher", **teacher.data.data_config)
-        teacher.read(folder)
+        teacher = teacher.finished(settings, teacher.data, folder)
     if settings.phase_a.teacher == "gaussian":
         with torch.no_grad():
             teacher.network.prior += 0.3 * torch.randn_like(teacher.network.prior)
