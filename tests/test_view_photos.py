@@ -377,7 +377,7 @@ def test_folders_called_like_classes_label_their_images(tmp_path, browser):
         page.page.close()
 
 
-def test_predictions_come_in_when_nobody_waits(viewer):
+def test_predictions_come_in_when_nobody_waits(viewer, tmp_path):
     """Behind the page, and not while an answer is computed."""
     with viewer.answering():
         assert viewer.page("train", "", "id", None, 0).items[0].predicted is None
@@ -386,6 +386,14 @@ def test_predictions_come_in_when_nobody_waits(viewer):
     viewer.gallery("train", "").thread.join()
     [first, second] = viewer.page("train", "", "unsure", None, 0).items
     assert first.predicted is not None and first.probability <= second.probability
+    left = viewer.gallery("train", "")
+    ramps(50, 60).save(tmp_path / "new.png")
+    viewer.add(tmp_path / "new.png")
+    left.done = 0
+    left.read_all()  # of what are three images now
+    assert left.done == 0
+    viewer.gallery("train", "").start()
+    viewer.gallery("train", "").thread.join()
     of_class = viewer.page("train", "", "id", first.predicted, 0).items  # without labels
     assert first.id in [item.id for item in of_class]
 

@@ -93,6 +93,8 @@ class Gallery:
         self.predicts = predicts
         self.wait = wait
         self.done = 0
+        self.stopped = False
+        """Set when the images are no longer those: nothing more is read."""
         self.error = ""
         self.predicted = np.zeros(images, np.int64)  # with their probabilities, of those done
         self.probability = np.zeros(images, np.float32)
@@ -120,6 +122,8 @@ class Gallery:
         try:
             self.wait()
             for logits, truth in self.parts():
+                if self.stopped:
+                    return
                 sure, likeliest = probabilities(logits).max(-1)
                 part = slice(self.done, self.done + len(truth))
                 labels[part] = truth

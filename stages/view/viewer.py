@@ -435,8 +435,10 @@ class Viewer:
         with self._one_at_a_time:
             data = self.data
             known = [Path(data.train.path(image)) for image in range(len(data.train))]
-            self._data = self.model("").data = self.extend([*known, path])
+            for gallery in self._galleries.values():
+                gallery.stopped = True
             self._galleries.clear()
+            self._data = self.model("").data = self.extend([*known, path])
             self._names.clear()
             return len(known)
 
