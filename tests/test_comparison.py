@@ -249,8 +249,8 @@ def test_a_row_that_failed_counts_in_every_family(tmp_path):
     def row(name, plain=False):
         settings = SimpleNamespace(model=SimpleNamespace(attention="standard"), seed=0)
         folders = [Path(f"{name} {seed}") for seed in range(2)]
-        made = Row(name=name, plain=plain)
-        return [SimpleNamespace(row=made, settings=settings, folder=path) for path in folders]
+        alike: dict = dict(row=Row(name=name, plain=plain), settings=settings, needs_phase_a=False)
+        return [SimpleNamespace(folder=path, phase_a_costs=path, **alike) for path in folders]
 
     rows: list = [row(BASELINE, plain=True), row("distilled"), row("uniform maps")]
     curves = {BASELINE: ([0.1, 0.5], [0.1, 0.6]), "distilled": ([0.6, 0.6], [0.8, 0.8])}
