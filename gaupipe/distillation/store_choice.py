@@ -119,11 +119,6 @@ def check_export(export: ExportSettings, teacher: Teacher, prefix: str = "--") -
         raise UserError(
             "export.grid and export.layers are for the maps of a trained ViT: leave them out"
         )
-    if export.features and teacher.features is None:
-        raise UserError(
-            f"export.features: the teacher {teacher.settings.phase_a.teacher} has no pooled "
-            "features: leave it out"
-        )
     if has_maps:
         check_shape(export, teacher.shape, prefix)
     if export.views is not None and "gaussians" in teacher.forms:

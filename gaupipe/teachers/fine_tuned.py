@@ -66,8 +66,7 @@ class FineTuned(TrainedOnLabels):
 
     @property
     def images_for_training(self) -> ImageData:
-        model = getattr(self.network, "model", self.network)  # once it has been trained
-        takes = input_of(model, self.data, self.settings.phase_a.teacher)
+        takes = input_of(self.timm_model, self.data, self.settings.phase_a.teacher)
         train, taken = as_taken(self.data.train, self.data, takes)
         val, _ = as_taken(self.data.val, self.data, takes)
         return replace(taken, train=train, val=val, interpolation=takes.interpolation)

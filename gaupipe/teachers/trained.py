@@ -59,9 +59,13 @@ class TrainedOnLabels(ModelTeacher):
         return True
 
     @property
+    def timm_model(self) -> Any:
+        """The model without what a PredictingModel adds, before its training and after it."""
+        return getattr(self.network, "model", self.network)
+
+    @property
     def features(self) -> int:
-        model = getattr(self.network, "model", self.network)  # once it has been trained
-        return int(model.num_features)
+        return int(self.timm_model.num_features)
 
     def given_sha256(self) -> dict[str, str]:
         return {}
