@@ -9,9 +9,11 @@ from timm.models import save_for_hf
 import store
 from arguments import sets
 from gaupipe.models import save_student
+from gaupipe.settings.load import parse, with_overrides
 from killing import KILLED, AtCall, exit_code
-from pictures import more_photos, photos
+from pictures import facts, more_photos, photos
 from runs import metrics, run_main
+from stages.runs.choices import choose
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher
 from vits import small
@@ -115,3 +117,13 @@ def test_only_a_trained_model_is_fine_tuned(images, tmp_path, in_process):
     code, _, err = in_process(*command, "--run-dir", tmp_path / "run")
     assert code == 2 and "fine_tune_epochs" in err and "resnet has max_epochs" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("unlabelled", [0, 5_000])
+def test_its_optimizer_is_that_of_fine_tuning(unlabelled):
+    given = with_overrides({}, ["phase_a.teacher=local-dir:given", "phase_a.fine_tune_epochs=2"])
+    images = facts(unlabelled=unlabelled)
+    choices = choose(images, {"name": "folder", "root": "photos"}, False, given)
+    phase = parse(choices.tree, "test").phase_a
+    assert (phase.optim.name, phase.optim.lr, phase.stop_accuracy) == ("adamw", 2e-4, 1.0)
+    assert phase.optim.args == {"layer_decay": 0.75} and phase.augment

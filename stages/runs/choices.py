@@ -119,6 +119,9 @@ def choose(
         size, tokens = _choose_sizes(choices, facts, presets.SLICE_SIZES, "patch")
         maps = _choose_slice(choices, teacher, presets.SLICE_WIDTH[gpu], depth)
     teacher = choices.given("phase_a.teacher")
+    if choices.given("phase_a.fine_tune_epochs"):
+        choices.choose("phase_a.stop_accuracy", 1.0)
+        choices.take(presets.OPTIMIZER_OF_FINE_TUNING, "phase_a.optim.")
     if facts.unlabelled or (isinstance(teacher, str) and not teacher_kind(teacher).shows_maps):
         _choose_predictions(choices, images, facts.unlabelled, seen)
     else:
@@ -251,13 +254,8 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
     teacher = choices.given("phase_a.teacher")
     choices.choose("model.attention", "standard", "its attention; another one is --student NAME")
     labels_epochs = epochs_of(images, seen)
-    fine_tuned = choices.given("phase_a.fine_tune_epochs", 0)
-    if fine_tuned or teacher_kind(teacher).trained:
+    if teacher_kind(teacher).trained:
         choices.choose("phase_a.stop_accuracy", 1.0)
-        choices.choose("phase_a.augment", True)
-    if fine_tuned:
-        choices.take(presets.OPTIMIZER_OF_FINE_TUNING, "phase_a.optim.")
-    elif teacher_kind(teacher).trained:
         choices.choose("phase_a.max_epochs", labels_epochs, "of the teacher, on the labels")
     if teacher == "resnet":
         choices.choose("phase_a.optim.lr", presets.RESNET_RATE, "its learning rate, of timm's Muon")
