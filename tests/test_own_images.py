@@ -136,7 +136,7 @@ def test_a_line_for_each_choice_names_the_setting():
         *teacher_lines,
         "model.args.depth=",
         "model.attention=standard ",
-        "model.stem=conv ",
+        "model.stem=residual ",
     ):
         assert any(line.startswith(start) for line in every)
         assert any(line.startswith(start) for line in plain) == (start not in teacher_lines)
@@ -192,9 +192,9 @@ def test_patches_of_a_convolutional_stem_are_powers_of_two(stem):
 @pytest.mark.parametrize(
     "given, stem",
     [
-        ([], "conv"),
+        ([], "residual"),
         (["model.stem=patch"], "patch"),
-        (["model.stem=residual"], "residual"),
+        (["model.stem=conv"], "conv"),
         (["data.image_size=9"], "patch"),  # no patch of its own halves an image of 9 pixels
         (["model.args.patch_size=6", "data.image_size=36"], "patch"),
     ],

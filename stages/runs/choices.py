@@ -113,11 +113,11 @@ def choose(
     dim, depth, seen = presets.GPU_MODEL if gpu else presets.MODEL
     if teacher is None:
         sizes = presets.GPU_SIZES if gpu else presets.SIZES
-        size, tokens = _choose_sizes(choices, facts, sizes, "conv")
+        size, tokens = _choose_sizes(choices, facts, sizes, presets.STEM)
         maps = _choose_model(choices, dim, depth)
     else:
         size, tokens = _choose_sizes(choices, facts, presets.SLICE_SIZES, "patch")
-        maps = _choose_slice(choices, teacher, presets.SLICE_WIDTH[gpu], depth)
+        maps = _choose_slice(choices, teacher, *presets.SLICE[gpu])
     teacher = choices.given("phase_a.teacher")
     if choices.given("phase_a.fine_tune_epochs"):
         choices.choose("phase_a.stop_accuracy", 1.0)
@@ -272,7 +272,11 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
     choices.choose("phase_b.beta", share, "the weight of the labels: the share of their images")
     choices.choose("phase_b.alpha", round(1 - share, 2), "the weight of the teacher's predictions")
     choices.take(presets.PREDICTIONS)
-    _choose_batch(choices, both)
+    if unlabelled:
+        reason = f"images in a step, of {both:,} in an epoch"
+        choices.choose("data.batch_size", presets.BATCH_OF_MANY, reason)
+    else:
+        _choose_batch(choices, images)
     _choose_optimizer(choices, epochs)
 
 

@@ -23,10 +23,13 @@ SLICE_SIZES = ((128, 128, 16), *SIZES)
 size."""
 
 # ---- the ViT from the start: (embed_dim, depth, images that teacher and student see in all epochs)
-MODEL = (64, 4, 132_000)
+MODEL = (64, 2, 132_000)
 GPU_MODEL = (192, 9, 600_000)
-SLICE_WIDTH = {False: 96, True: 192}
-"""By whether there is a GPU."""
+STEM = "residual"
+"""With it two blocks end as high as four, and above four blocks behind the conv stem
+(unlabelled.json, stem.json)."""
+# ---- a slice of a teacher, by whether there is a GPU: (embed_dim, depth)
+SLICE = {False: (96, 4), True: (192, 9)}
 NARROWEST_HEAD = 16
 
 # ---- the number of images
@@ -38,6 +41,8 @@ FEWEST_EPOCHS_OF_MANY = 10
 SEEN_OF_MANY = 230_000
 """Images that a student sees in all its epochs where most have no labels: 10 epochs of 23,000
 images of CIFAR-10 (unlabelled.json)."""
+BATCH_OF_MANY = 64
+"""Its batches there; larger ones were not tried."""
 FEW_IMAGES = 10_000
 """Training images below which a pretrained ViT is offered before one from the start."""
 RANDAUGMENT_IMAGES = 1_000
