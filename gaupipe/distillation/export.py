@@ -16,7 +16,6 @@ from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import check_export
 from gaupipe.settings import ExportSettings
-from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import MapsWanted, Teacher
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from store.encoding import LARGEST_MEAN, MEAN_STEP
@@ -93,8 +92,6 @@ def make_schema(
     assert kind is not None and export.encoding is not None  # choose_store() names both
     check_export(export, teacher)
     has_maps = store.KINDS[kind].has_maps
-    if not has_maps and not teacher.predicts:
-        raise UserError(f"--kind {kind}: the teacher predicts no classes: choose topk or dense")
     notes = replace(
         teacher.notes(),
         teacher_args=teacher.settings.phase_a.teacher_args or None,

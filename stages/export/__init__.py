@@ -169,6 +169,9 @@ def export(teacher: Teacher, place: Place, asked: dict[str, Any], images: Export
     """Writes the store of what a teacher says of some ``images``."""
     chosen = place.choose(teacher, asked)  # before any rank has begun a store there
     ranks.check_same(teacher.settings, teacher.data, teacher.named_sha256())
+    kind = chosen.kind
+    if kind == "predictions" and not teacher.predicts:
+        raise UserError(f"--kind {kind}: the teacher predicts no classes: choose topk or dense")
     schema = make_schema(teacher, chosen, images, teacher.sha256)
     with contextlib.ExitStack() as held:
         if distributed.is_main():
