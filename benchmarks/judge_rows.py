@@ -1,0 +1,159 @@
+"""The trainings of the judge set for images without labels (docs/results/judge.md), by gaupipe's
+own commands.
+
+    python benchmarks/judge_rows.py --names
+    python benchmarks/judge_rows.py predictions --seed 0
+
+Run it where docs/results/judge_unlabelled.py wrote its folders, with the teacher's folder
+``deit_tiny_in1k`` beside them. Prints one training in the form of docs/results/data, as JSON. Core
+seconds are the processor's, of the student's command and of its teacher's, which run once and are
+counted for each of its students.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import resource
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gaupipe.training.scores import packed
+
+VIT = [
+    *("--set", "threads=1", "--set", "data.image_size=64", "--set", "data.batch_size=64"),
+    *("--set", "model.name=gauvit_pico_patch2_8", "--set", "model.args.patch_size=8"),
+    *("--set", "model.stem=residual", "--set", "model.args.depth=2"),
+    *("--set", "model.args.embed_dim=64", "--set", "model.args.num_heads=2"),
+    *("--set", "model.args.mlp_ratio=2"),
+]
+"""What ``--data`` chooses for these images, said so that all rows have the same."""
+DEIT = ["--teacher", "local-dir:deit_tiny_in1k"]
+LABELLED_ALONE = [
+    *("--set", "export.kind=predictions", "--set", "phase_b.gamma=0", "--set", "phase_b.alpha=0.7"),
+    *("--set", "phase_b.beta=0.3", "--set", "phase_b.warm_start=none"),
+]
+MAPS = [
+    *("--set", "export.kind=topk", "--set", "phase_b.gamma=1", "--set", "phase_b.head_map=mean"),
+    *("--set", "phase_b.gamma_schedule=stop_after", "--set", "phase_b.gamma_epochs=4"),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    data: str
+    """The folder."""
+    teacher: str | None = None
+    """The folder of its run; None for a training on the labels alone. {seed} is the student's."""
+    arguments: tuple[str, ...] = ()
+    """Of ``phase-a``, or of ``train``."""
+    student: tuple[str, ...] = ()
+    """Of ``phase-b``."""
+
+
+def rows(equal_epochs: int) -> dict[str, Row]:
+    """All rows; ``equal_epochs`` are those in which labels alone take the core seconds of
+    ``predictions``."""
+    few, many = "waste-labelled", "waste"
+    longer = ("--epochs", str(equal_epochs))
+    return {
+        "labels": Row(few),
+        "labels, as many core seconds": Row(few, arguments=longer),
+        "predictions of the labelled images": Row(few, "few", (*DEIT, *LABELLED_ALONE)),
+        "predictions": Row(many, "deit", (*DEIT,)),
+        "predictions and maps": Row(many, "maps", (*DEIT, *MAPS)),
+        "predictions and other images' maps": Row(
+            many, "maps", (*DEIT, *MAPS), ("--set", "phase_b.shuffle_maps=true")
+        ),
+        "narrow ResNet's predictions": Row(many, "resnet-{seed}"),
+        "the ViT's own predictions": Row(many, "vit-{seed}", ("--teacher", "vit")),
+        "fine-tuned DeiT-Ti's predictions": Row(
+            many, "tuned", (*DEIT, "--set", "phase_a.fine_tune_epochs=10")
+        ),
+        "all labels": Row("waste-all"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("row", nargs="?")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--equal-epochs", type=int, default=0)
+    parser.add_argument("--names", action="store_true", help="print the rows' names")
+    arguments = parser.parse_args()
+    every = rows(arguments.equal_epochs)
+    if arguments.names:
+        print("\n".join(every))
+    elif arguments.row not in every:
+        parser.error(f"{arguments.row}: is none of the rows, which --names prints")
+    else:
+        print(json.dumps(measure(arguments.row, every[arguments.row], arguments.seed)))
+
+
+def measure(name: str, row: Row, seed: int) -> dict[str, object]:
+    """Runs the commands of a row, and scores its student once."""
+    seeded = ["--seed", str(seed)]
+    teacher_seconds = 0.0
+    if row.teacher is None:
+        run = Path("runs") / f"{name.replace(' ', '-')}-{seed}"
+        data = ["--data", row.data, "--run-dir", str(run)]
+        student_seconds = gaupipe("train", *data, *seeded, *VIT, *row.arguments)
+        student = []
+    else:
+        run = Path("runs") / row.teacher.format(seed=seed)
+        teacher_seconds = taught(row, run, seed)
+        own = "other" if row.student else "own"
+        student = ["--student", f"{own}-{seed}"]
+        place = ["--run-dir", str(run), "--name", student[-1]]
+        student_seconds = gaupipe("phase-b", *place, *seeded, *row.student)
+    scored = run / f"test-{'-'.join(student[1:])}.csv"
+    gaupipe("evaluate", "--run-dir", str(run), *student, "--test", "--out", str(scored))
+    with scored.open(newline="") as lines:
+        right = np.array([line["label"] == line["class"] for line in csv.DictReader(lines)])
+    folder = run / "phase_b" / student[-1] if student else run / "plain" / "standard"
+    metrics = (folder / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(metrics[-1])
+    return {
+        "name": name,
+        "command": shlex.join(["python", "benchmarks/judge_rows.py", *sys.argv[1:]]),
+        "data": "waste",
+        "epochs": len(metrics),
+        "seed": seed,
+        "val": round(last["val_acc"], 4),
+        "test": round(float(right.mean()), 4),
+        "core_seconds": round(student_seconds + teacher_seconds),
+        "teacher_seconds": round(teacher_seconds),
+        "right": packed(right),
+    }
+
+
+def taught(row: Row, run: Path, seed: int) -> float:
+    """Trains and exports a teacher, unless it was done before. Returns its core seconds."""
+    kept = run / "core_seconds.json"
+    if not kept.exists():
+        seeded = ["--seed", str(seed)] if "{seed}" in str(row.teacher) else []
+        place = ["--run-dir", str(run)]
+        seconds = gaupipe("phase-a", "--data", row.data, *place, *seeded, *VIT, *row.arguments)
+        seconds += gaupipe("export-maps", *place)
+        kept.write_text(json.dumps(seconds))
+    return float(json.loads(kept.read_text()))
+
+
+def gaupipe(*words: str) -> float:
+    """Runs a command, and returns its core seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "gaupipe", *words]
+    print(shlex.join(["gaupipe", *words]), file=sys.stderr, flush=True)
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+if __name__ == "__main__":
+    main()
