@@ -12,14 +12,14 @@ processor, those of a teacher's training and export included; ``teacher_seconds`
 alone, left out where they were not recorded.
 
 In a page, a table stands between two comments. The first names the file, which trainings are
-meant, the row from which the others are subtracted, seed by seed, and how many seeds a row needs to
-be shown:
+meant, how many seeds a row needs to be shown, and pairs of rows, whose differences of test accuracy
+are tested as one family, over seeds and, where both rows have ``right``, a bit for each of
+``test_images``, over the images too:
 
-    <!-- table optimizer.json data=cifar10 images=10000 baseline=labels seeds=3 -->
+    <!-- table judge.json seeds=5 "slice - labels" "slice, maps - slice" -->
     <!-- /table -->
 
-A table of pairs has the differences of test accuracy that are tested as one family, over seeds and,
-where both rows have ``right``, a bit for each of ``test_images``, over the images too:
+A table of pairs has these differences alone:
 
     <!-- pairs local.json data=clothes "local - labels" "tuned, local - tuned, labels" -->
     <!-- /pairs -->
@@ -47,9 +47,9 @@ accuracy, and is subtracted from that of standard attention:
     <!-- losses language.json -->
     <!-- /losses -->
 
-A table of retests is of the rows of ``benchmarks/retest.py``:
+A table of retests is of the rows of ``benchmarks/retest.py``; names are those that are shown:
 
-    <!-- retests retest.json data=digits epochs=12 -->
+    <!-- retests retest.json data=digits epochs=12 "table, sampled" predicted -->
     <!-- /retests -->
 
 A table of maps has what ``benchmarks/explain.py`` measured of each map, photo by photo:
@@ -67,7 +67,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,12 +129,22 @@ def draw_tables(page: str) -> str:
     """A page's text with each table drawn from its file."""
 
     def drawn(match: re.Match[str]) -> str:
-        words = shlex.split(match["words"])
-        pairs = [tuple(word.split(" - ")) for word in words if " - " in word]
-        options = dict(word.split("=", 1) for word in words if " - " not in word)
+        options: dict[str, str] = {}
+        pairs = []
+        names = []
+        for word in shlex.split(match["words"]):
+            if " - " in word:
+                pairs.append(tuple(word.split(" - ")))
+            elif "=" in word:
+                key, value = word.split("=", 1)
+                options[key] = value
+            else:
+                names.append(word)
         arguments: dict[str, Any] = {}
         if pairs:
             arguments["pairs"] = pairs
+        if names:
+            arguments["names"] = names
         if "baseline" in options:
             arguments["baseline"] = options.pop("baseline")
         if "seeds" in options:
@@ -212,8 +222,8 @@ def table_of_losses(trainings: list[Training]) -> str:
         }
     )
     lines = [
-        "| attention | validation loss | difference | 95 % interval | Holm's p | time of a step |",
-        "|---" * 6 + "|",
+        "| attention | validation loss | difference (95 % interval) | Holm's p | time of a step |",
+        "|---" * 5 + "|",
     ]
     for name, by_seed in attentions.items():
         runs = [*by_seed.values()]
@@ -228,20 +238,20 @@ def table_of_losses(trainings: list[Training]) -> str:
     return "\n".join(lines)
 
 
-def table_of_retests(rows: list[Training]) -> str:
+def table_of_retests(rows: list[Training], names: list[str] | None = None) -> str:
     """Markdown table of how well two fits of the same images agree, means over seeds."""
     lines = [
-        "| parameters | seeds | same image | another of its class | of another class "
-        "| nearest is the image's own | of its class | refitted | none | another image's |",
-        "|---" * 10 + "|",
+        "| parameters | seeds | same image | another of its class | nearest is the image's own "
+        "| of its class | right with none | with another image's |",
+        "|---" * 8 + "|",
     ]
-    for name, by_seed in by_row_and_seed(rows).items():
-        cells = [name, str(len(by_seed))]
-        runs = [*by_seed.values()]
-        distances = ("same_image", "of_its_class", "of_another_class")
+    fits = by_row_and_seed(rows)
+    for name in names or fits:
+        runs = [*fits[name].values()]
+        cells = [name, str(len(runs))]
+        distances = ("same_image", "of_its_class")
         cells += [f"{statistics.fmean(run[key] for run in runs):.2f}" for key in distances]
-        shares = ("nearest_is_image", "nearest_is_class", "refitted", "none", "of_another_image")
-        for key in shares:
+        for key in ("nearest_is_image", "nearest_is_class", "none", "of_another_image"):
             found = percents(runs, key)
             cells.append(f"{statistics.fmean(found):.0f} %" if found else "")
         lines.append(f"| {' | '.join(cells)} |")
@@ -267,6 +277,19 @@ def mean_step_seconds(runs: list[Training]) -> float:
 def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> str:
     """Markdown table of the differences of test accuracy of pairs of rows, over the seeds that
     both have; Holm's correction is for all of them."""
+    lines = [
+        "| row | minus | points of test accuracy (95 % interval) | Holm's p | verdict |",
+        "|---" * 5 + "|",
+    ]
+    for (name, other), cells in compared(trainings, pairs).items():
+        lines.append(f"| {' | '.join([name, other, *cells])} |")
+    return "\n".join(lines)
+
+
+def compared(
+    trainings: list[Training], pairs: list[tuple[str, ...]]
+) -> dict[tuple[str, ...], list[str]]:
+    """Of each pair the cells of a table: the difference, Holm's p, the verdict."""
     tests = by_row_and_seed([training for training in trainings if "test" in training])
     points = {}
     of_images = {}
@@ -280,15 +303,13 @@ def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> s
         gains = gains_of_images([*map(right_images, mine)], [*map(right_images, others)])
         if gains is not None:
             of_images[name, other] = 100 * gains
-    lines = ["| row | minus | seeds | points of test accuracy | 95 % interval | Holm's p | |"]
-    lines.append("|---" * 7 + "|")
-    for (name, other), verdict in differences(points, of_images).items():
-        cells = [name, other, str(len(points[name, other])), *difference_cells(verdict)]
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for pair, verdict in differences(points, of_images).items():
         word = verdict.verdict
         if verdict.seeds_only and word != "not decided":
             word += ", seeds only"
-        lines.append(f"| {' | '.join(cells)} | {word} |")
-    return "\n".join(lines)
+        cells[pair] = [*difference_cells(verdict), word]
+    return cells
 
 
 def right_images(training: Training) -> np.ndarray | None:
@@ -319,9 +340,9 @@ def table_of_passages(trainings: list[Training], baseline: str) -> str:
 
     early = passages_to(0.98)
     lines = [
-        "| row | seeds | epochs to 98 % | to 100 % | core seconds | epochs saved | 95 % interval "
-        "| Holm's p |  |",
-        "|---" * 9 + "|",
+        "| row | seeds | epochs to 98 % | to 100 % | core seconds | epochs saved (95 % interval) "
+        "| Holm's p | verdict |",
+        "|---" * 8 + "|",
     ]
     for name, whole in passages_to(1.0).items():
         cells = [name, str(len(seeds[name])), epochs_cell(early[name]), epochs_cell(whole)]
@@ -358,67 +379,71 @@ def epochs_cell(passages: Passages) -> str:
     return f"{epochs.mean:.0f} ± {epochs.std:.0f}"
 
 
-def table(trainings: list[Training], baseline: str | None = None, least_seeds: int = 1) -> str:
+def table(
+    trainings: list[Training], pairs: Sequence[tuple[str, ...]] = (), least_seeds: int = 1
+) -> str:
     """Markdown table with a row for each name and number of epochs: means and standard deviations
-    over the seeds, without rows of fewer than ``least_seeds`` and without columns that are empty.
+    over the seeds, without rows of fewer than ``least_seeds``. Accuracies are those of the test
+    images, and of the validation images too where a row has no others. A column is left out where
+    it is empty, and epochs and seeds where they are the same in all rows.
 
-    With ``baseline`` the validation accuracies minus those of that row with the same seeds; Holm's
-    correction is for all rows of the table.
+    Each of ``pairs`` stands beside its first row.
     """
     groups: dict[tuple[str, int], list[Training]] = {}
     for training in sorted(trainings, key=lambda training: training["seed"]):
         groups.setdefault((training["name"], training["epochs"]), []).append(training)
     groups = {key: runs for key, runs in groups.items() if len(runs) >= least_seeds}
-    verdicts: dict[tuple[str, int], Verdict] = {}
-    head = ["row", "epochs", "seeds", "validation"]
-    if baseline is not None:
-        verdicts = differences(gains(groups, baseline))
-        head += [f"points above {baseline}", "95 % interval", "Holm's p"]
-    head += ["test", "core seconds"]
+    beside: dict[str, list[str]] = {}
+    if pairs:
+        for (name, other), (points, p, verdict) in compared(trainings, [*pairs]).items():
+            holm = "" if verdict == "not decided" else f"p {p}, "
+            beside.setdefault(name, []).append(f"{points} above `{other}`: {holm}{verdict}")
 
     rows_of_cells = []
-    for key, runs in groups.items():
-        name, epochs = key
-        cells = [name, str(epochs), str(len(runs)), mean_and_std(percents(runs, "val"))]
-        if baseline is not None:
-            cells += difference_cells(verdicts.get(key))
-        cells.append(mean_and_std(percents(runs, "test")))
+    for (name, epochs), runs in groups.items():
+        cells = [name, str(epochs), str(len(runs))]
+        cells += [mean_and_std(percents(runs, key)) for key in ("val", "test")]
         seconds = [run["core_seconds"] for run in runs if run["core_seconds"] is not None]
         cells.append(f"{statistics.mean(seconds):,.0f}" if seconds else "")
+        cells.append("<br>".join(beside.get(name, [])))
         rows_of_cells.append(cells)
 
-    columns = [column for column in zip(head, *rows_of_cells, strict=True) if any(column[1:])]
+    head = [
+        "row",
+        "epochs",
+        "seeds",
+        "validation",
+        "test",
+        "core seconds",
+        "points of test accuracy",
+    ]
+    needless = set()
+    if len({epochs for _, epochs in groups}) == 1:
+        needless.add("epochs")
+    numbers_of_seeds = {len(runs) for runs in groups.values()}
+    if len(numbers_of_seeds) == 1:
+        needless.add("seeds")
+        head[0] = f"row ({numbers_of_seeds.pop()} seeds)"
+    if all("test" in run for runs in groups.values() for run in runs):
+        needless.add("validation")
+    columns = [
+        column
+        for column in zip(head, *rows_of_cells, strict=True)
+        if any(column[1:]) and column[0] not in needless
+    ]
     first, *rest = (f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True))
     return "\n".join([first, "|---" * len(columns) + "|", *rest])
 
 
-def gains(
-    groups: dict[tuple[str, int], list[Training]], baseline: str
-) -> dict[tuple[str, int], list[float]]:
-    """Percent points above the baseline, one a seed that both have."""
-    [reference] = [runs for (name, _), runs in groups.items() if name == baseline]
-    validation = {run["seed"]: run["val"] for run in reference}
-    result = {}
-    for key, runs in groups.items():
-        points = [
-            100 * (run["val"] - validation[run["seed"]])
-            for run in runs
-            if run["seed"] in validation
-        ]
-        if points and key[0] != baseline:
-            result[key] = points
-    return result
-
-
 def difference_cells(verdict: Verdict | None, digits: int = 1) -> list[str]:
-    """Difference, interval and Holm's p; empty where there is nothing to compare."""
+    """Difference with its interval, and Holm's p; empty where there is nothing to compare."""
     if verdict is None or verdict.mean is None:
-        return ["", "", ""]
+        return ["", ""]
     mean = f"{verdict.mean:+.{digits}f}"
     if verdict.p is None:
-        return [mean, "", ""]
-    interval = f"{verdict.low:+.{digits}f} to {verdict.high:+.{digits}f}"
-    return [mean, interval, p_text(verdict.holm)]
+        return [mean, ""]
+    interval = f"({verdict.low:+.{digits}f} to {verdict.high:+.{digits}f})"
+    return [f"{mean} {interval}", p_text(verdict.holm)]
 
 
 def percents(runs: list[Training], key: str) -> list[float]:
