@@ -259,6 +259,19 @@ def test_maps_within_two_standard_errors_of_the_best_are_bold(collect):
     assert "**" in line  # where higher is better
 
 
+def test_the_front_has_the_rows_above_which_no_cheaper_one_lies(script, tmp_path):
+    unlabelled = script("docs/figures/unlabelled.py")
+    tests = {"labels": (10, 0.5), "dear": (40, 0.6), "best": (30, 0.8), "worse": (20, 0.4)}
+    rows = [
+        {"name": name, "images": 3000, "unlabelled": 0, "core_seconds": seconds, "test": test}
+        for name, (seconds, test) in tests.items()
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    read = unlabelled.read(tmp_path / "rows.json")
+    assert [row.name for row in read] == ["labels", "worse", "best", "dear"]
+    assert [row.name for row in unlabelled.front(read)] == ["labels", "best"]
+
+
 def test_the_page_of_stores_says_what_an_export_took():
     entries = json.loads((DATA / "scale.json").read_text())
     page = (ROOT / "docs" / "store.md").read_text()
