@@ -85,7 +85,7 @@ def draw(rows: list[Row]) -> Figure:
         color = BLUE if row.unlabelled else GREY
         marker = "s" if row.name in NARROW_RESNET else "o"
         axes.plot(row.core_seconds, row.accuracy, marker, color=color)
-        above = row in best
+        above = row in best or row.name in NARROW_RESNET
         axes.annotate(
             row.name,
             (row.core_seconds, row.accuracy),
