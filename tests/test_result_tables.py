@@ -99,30 +99,6 @@ def test_pairs_say_where_only_seeds_are_tested(collect):
     assert "(+0.0 to +25.0) |" in line and line.endswith("| not decided |")
 
 
-def test_passages_count_the_epochs_of_a_teacher(collect):
-    curves = {"labels": [0.4, 0.6, 0.8], "mine": [0.5, 0.9, 0.9], "never": [0.1, 0.2, 0.3]}
-    trainings = [
-        {
-            "name": name,
-            "seed": seed,
-            "curve": curve,
-            "epochs": 3,
-            "teacher_epochs": int(name == "mine"),
-            "core_seconds": 60 + 20 * (name == "mine"),
-        }
-        for name, curve in curves.items()
-        for seed in range(2)
-    ]
-    table = collect.table_of_passages(trainings, "labels").splitlines()[2:]
-    labels, mine, never = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
-    # means of the last five: .4 .5 .6 and .5 .7; the goal is .6
-    assert labels[:6] == ["labels", "2", "3 ± 0", "3 ± 0", "60", ""]
-    # the second epoch, and the teacher's: three of four, of 20 seconds each
-    assert mine[:5] == ["mine", "2", "3 ± 0", "3 ± 0", "60"]
-    assert mine[5].startswith("+0.0")
-    assert never[3] == "reached by 0"
-
-
 def test_a_table_leaves_out_columns_that_say_nothing_and_rows_of_too_few_seeds(collect):
     trainings = [
         {"name": name, "epochs": 2, "seed": seed, "val": 0.5, "core_seconds": None}

@@ -24,12 +24,6 @@ A table of pairs has these differences alone:
     <!-- pairs local.json data=clothes "local - labels" "tuned, local - tuned, labels" -->
     <!-- /pairs -->
 
-A table of passages has the epochs until the mean of the last five validation accuracies of a
-training, its ``curve``, reaches that of the baseline's last five, its teacher's epochs counted:
-
-    <!-- passages hundred.json baseline=labels -->
-    <!-- /passages -->
-
 A table of ratios has what benchmarks measured, each in one run or two:
 
     <!-- ratios benchmarks.json set=None -->
@@ -69,27 +63,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from gaupipe.training.scores import unpacked
 from stages.compare.measures import (
-    Passages,
     Verdict,
     differences,
-    first_passages,
     gains_of_images,
     spread,
-    tested_passages,
 )
 from stages.compare.tables import p_text
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
 TABLE = re.compile(
-    r"(<!-- (?P<kind>table|pairs|passages|ratios|ways|losses|retests|maps)"
+    r"(<!-- (?P<kind>table|pairs|ratios|ways|losses|retests|maps)"
     r" (?P<file>\S+)(?P<words>.*?) -->\n)"
     r".*?(<!-- /(?P=kind) -->)",
     re.DOTALL,
@@ -145,8 +135,6 @@ def draw_tables(page: str) -> str:
             arguments["pairs"] = pairs
         if names:
             arguments["names"] = names
-        if "baseline" in options:
-            arguments["baseline"] = options.pop("baseline")
         if "seeds" in options:
             arguments["least_seeds"] = int(options.pop("seeds"))
         text = DRAWERS[match["kind"]](read(match["file"], options), **arguments)
@@ -320,65 +308,6 @@ def right_images(training: Training) -> np.ndarray | None:
     return unpacked(training["right"], training.get("test_images", bits))
 
 
-def table_of_passages(trainings: list[Training], baseline: str) -> str:
-    """Markdown table of first passages: each row beside the baseline's trainings with the same
-    seeds. Holm's correction is for the epochs saved of all rows."""
-    groups = {
-        name: {seed: with_curve(run) for seed, run in runs.items()}
-        for name, runs in by_row_and_seed(trainings).items()
-    }
-    reference = groups[baseline]
-    seeds = {name: sorted(runs.keys() & reference.keys()) for name, runs in groups.items()}
-
-    def passages_to(goal: float) -> dict[str, Passages]:
-        passages = {}
-        for name, runs in groups.items():
-            of_row = [runs[seed] for seed in seeds[name]]
-            of_reference = [reference[seed] for seed in seeds[name]]
-            passages[name] = first_passages(of_row, of_reference, goal, is_share=True)
-        return tested_passages(passages, baseline, undecided={})
-
-    early = passages_to(0.98)
-    lines = [
-        "| row | seeds | epochs to 98 % | to 100 % | core seconds | epochs saved (95 % interval) "
-        "| Holm's p | verdict |",
-        "|---" * 8 + "|",
-    ]
-    for name, whole in passages_to(1.0).items():
-        cells = [name, str(len(seeds[name])), epochs_cell(early[name]), epochs_cell(whole)]
-        seconds = whole.core_seconds.mean
-        cells.append("" if seconds is None else f"{seconds:,.0f}")
-        cells += difference_cells(whole.saved)
-        cells.append(whole.saved.verdict if whole.saved else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def with_curve(training: Training) -> Any:
-    """What first_passages reads of a training. The rows have the seconds of all epochs together, a
-    teacher's among them: each epoch counts as its share."""
-    epochs = training["epochs"]
-    of_teacher = training["teacher_epochs"]
-    of_epoch = training["core_seconds"] / (epochs + of_teacher)
-    return SimpleNamespace(
-        val_acc=training["curve"],
-        phase_a_epochs=of_teacher,
-        processor_seconds=[of_epoch] * epochs,
-        phase_a_costs={"processor_seconds": of_epoch * of_teacher},
-        sharing=1,
-    )
-
-
-def epochs_cell(passages: Passages) -> str:
-    """The mean number of epochs, a teacher's counted, or how many seeds reached the accuracy."""
-    epochs = passages.epochs_with_phase_a
-    if epochs.mean is None:
-        return f"reached by {passages.reached}"
-    if epochs.std is None:
-        return f"{epochs.mean:.0f}"
-    return f"{epochs.mean:.0f} ± {epochs.std:.0f}"
-
-
 def table(
     trainings: list[Training], pairs: Sequence[tuple[str, ...]] = (), least_seeds: int = 1
 ) -> str:
@@ -502,7 +431,6 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 DRAWERS: dict[str, Callable[..., str]] = {
     "table": table,
     "pairs": table_of_pairs,
-    "passages": table_of_passages,
     "ratios": table_of_ratios,
     "ways": table_of_ways,
     "losses": table_of_losses,
