@@ -121,26 +121,6 @@ def test_a_table_leaves_out_columns_that_say_nothing_and_rows_of_too_few_seeds(c
     )
 
 
-def test_a_table_of_losses_pairs_them_by_seed(collect):
-    def training(name, seed, val, seconds):
-        return dict(name=name, seed=seed, val=val, step_seconds=seconds)
-
-    losses = {"standard": [2.0, 3.0, 4.0], "belief": [1.9, 2.8, 3.7]}
-    trainings = [
-        training(name, seed, losses[name][seed], seconds)
-        for seed in (2, 0, 1)
-        for name, seconds in (("standard", 0.01), ("belief", 0.015))
-    ]
-    gains = np.subtract(losses["belief"], losses["standard"])
-    half = 4.302653 * gains.std(ddof=1) / 3**0.5  # of t with two degrees of freedom
-    lines = collect.table_of_losses(trainings).splitlines()
-    [row] = [line for line in lines if line.startswith("| belief ")]
-    cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells[1] == "2.800 ± 0.900"
-    assert cells[2] == f"-0.200 ({-0.2 - half:+.3f} to {-0.2 + half:+.3f})"
-    assert cells[4:] == ["1.50"]
-
-
 def test_a_table_of_ways_says_where_the_advice_was_right(collect):
     probe, svm = "linear probe, 200 images", "SVM on gradients, 200 images"
     names = (probe, svm, "random weights", "pretrained")

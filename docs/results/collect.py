@@ -35,12 +35,6 @@ images, and how a training from random weights and one from pretrained weights e
     <!-- ways which_way.json -->
     <!-- /ways -->
 
-A table of losses is of the trainings of ``examples/language_model.py``, whose ``val`` is no
-accuracy, and is subtracted from that of standard attention:
-
-    <!-- losses language.json -->
-    <!-- /losses -->
-
 A table of retests is of the rows of ``benchmarks/retest.py``; names are those that are shown:
 
     <!-- retests retest.json data=digits epochs=12 "table, sampled" predicted -->
@@ -79,7 +73,7 @@ from stages.compare.tables import p_text
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "data"
 TABLE = re.compile(
-    r"(<!-- (?P<kind>table|pairs|ratios|ways|losses|retests|maps)"
+    r"(<!-- (?P<kind>table|pairs|ratios|ways|retests|maps)"
     r" (?P<file>\S+)(?P<words>.*?) -->\n)"
     r".*?(<!-- /(?P=kind) -->)",
     re.DOTALL,
@@ -197,35 +191,6 @@ def table_of_ways(trainings: list[Training]) -> str:
     return "\n".join(lines)
 
 
-def table_of_losses(trainings: list[Training]) -> str:
-    """Markdown table of language models, an attention each. The difference is to standard attention
-    with the same seed, the time of a step a ratio to its; Holm's correction is for all rows."""
-    attentions = by_row_and_seed(trainings)
-    standard = attentions["standard"]
-    verdicts = differences(
-        {
-            name: [runs[seed]["val"] - standard[seed]["val"] for seed in sorted(standard)]
-            for name, runs in attentions.items()
-            if name != "standard"
-        }
-    )
-    lines = [
-        "| attention | validation loss | difference (95 % interval) | Holm's p | time of a step |",
-        "|---" * 5 + "|",
-    ]
-    for name, by_seed in attentions.items():
-        runs = [*by_seed.values()]
-        ratio_of_steps = mean_step_seconds(runs) / mean_step_seconds([*standard.values()])
-        cells = [
-            name,
-            mean_and_std([run["val"] for run in runs], 3),
-            *difference_cells(verdicts.get(name), 3),
-            f"{ratio_of_steps:.2f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def table_of_retests(rows: list[Training], names: list[str] | None = None) -> str:
     """Markdown table of how well two fits of the same images agree, means over seeds."""
     lines = [
@@ -256,10 +221,6 @@ def by_row_and_seed(trainings: list[Training]) -> dict[str, dict[int, Training]]
             raise ValueError(f"{training['name']}: two trainings with seed {training['seed']}")
         of_row[training["seed"]] = training
     return rows
-
-
-def mean_step_seconds(runs: list[Training]) -> float:
-    return statistics.fmean(run["step_seconds"] for run in runs)
 
 
 def table_of_pairs(trainings: list[Training], pairs: list[tuple[str, ...]]) -> str:
@@ -364,15 +325,14 @@ def table(
     return "\n".join([first, "|---" * len(columns) + "|", *rest])
 
 
-def difference_cells(verdict: Verdict | None, digits: int = 1) -> list[str]:
-    """Difference with its interval, and Holm's p; empty where there is nothing to compare."""
-    if verdict is None or verdict.mean is None:
-        return ["", ""]
-    mean = f"{verdict.mean:+.{digits}f}"
+def difference_cells(verdict: Verdict) -> list[str]:
+    """Difference with its interval, and Holm's p; the difference alone where there is one seed."""
     if verdict.p is None:
-        return [mean, ""]
-    interval = f"({verdict.low:+.{digits}f} to {verdict.high:+.{digits}f})"
-    return [f"{mean} {interval}", p_text(verdict.holm)]
+        return [f"{verdict.mean:+.1f}", ""]
+    return [
+        f"{verdict.mean:+.1f} ({verdict.low:+.1f} to {verdict.high:+.1f})",
+        p_text(verdict.holm),
+    ]
 
 
 def percents(runs: list[Training], key: str) -> list[float]:
@@ -380,14 +340,14 @@ def percents(runs: list[Training], key: str) -> list[float]:
     return [100 * run[key] for run in runs if run.get(key) is not None]
 
 
-def mean_and_std(numbers: list[float], digits: int = 1) -> str:
+def mean_and_std(numbers: list[float]) -> str:
     """Mean and standard deviation; empty where there is no number."""
     if not numbers:
         return ""
     result = spread(numbers)
     if result.std is None:
-        return f"{result.mean:.{digits}f}"
-    return f"{result.mean:.{digits}f} ± {result.std:.{digits}f}"
+        return f"{result.mean:.1f}"
+    return f"{result.mean:.1f} ± {result.std:.1f}"
 
 
 def table_of_maps(maps: list[dict[str, Any]]) -> str:
@@ -433,7 +393,6 @@ DRAWERS: dict[str, Callable[..., str]] = {
     "pairs": table_of_pairs,
     "ratios": table_of_ratios,
     "ways": table_of_ways,
-    "losses": table_of_losses,
     "retests": table_of_retests,
     "maps": table_of_maps,
 }
