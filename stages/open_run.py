@@ -147,23 +147,20 @@ class Run:
         settings = self.settings
         data = self.data
         student = untrained_student(settings, data)
-        view = stored = read = shared = None
+        stored = read = shared = None
         predicts = False
         if not settings.phase_a.kind.stored:
             shared = constant_maps(outline(settings, data), student)
         else:
-            schema = self.store.schema
-            predicts = StoreNotes.of(schema).has_predictions
-            if schema.views > 1:
-                view = epoch % schema.views
+            predicts = StoreNotes.of(self.store.schema).has_predictions
             images = StoredImages(self.store, settings.phase_b, settings.seed)
-            stored = MapsOfEpoch([images], view or 0, with_maps)
+            stored = MapsOfEpoch([images], epoch, with_maps)
             if with_maps:
                 read = MapReader(self.store, student, settings.phase_b, CPU)
         sizes = settings.data
         batches = Batches(data.train, data, CPU, sizes.batch_size, 0, sizes.num_buckets)
         augment = Augment(settings.augment, settings.seed)
-        for batch in batches.epoch(epoch, augment, stored, view):
+        for batch in batches.epoch(epoch, augment, stored):
             shown = shared if read is None else read(batch)
             predictions = None
             if predicts and batch.stored is not None:

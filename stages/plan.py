@@ -1,5 +1,5 @@
-"""Plan: parameters, steps, memory and disk of a run, by arithmetic from its settings, and its time,
-from a few steps."""
+"""Plan: parameters, steps, memory and disk of a run, before anything is made, and its time, from a
+few steps."""
 
 from __future__ import annotations
 
@@ -280,11 +280,12 @@ def plan_student(
     """The training of a student."""
     ema = train.optim.ema
     parameters = count_parameters(student)
+    memory = training_memory(settings, student, data, ema, world_size, student.forward)
     return {
         "model": f"{settings.model.attention}, {how}",
         "epochs": train.epochs,
         "parameters": parameters,
-        "memory_bytes": training_memory(settings, student, data, ema, world_size),
+        "memory_bytes": memory,
         # two checkpoints, each with the weights of the best epoch, and two students for timm
         "disk_bytes": 4 * parameters * (2 * (copies(ema) + 1) + 2),
     }

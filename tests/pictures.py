@@ -70,6 +70,8 @@ def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> Folde
 class NumberedMaps:
     """A store whose maps are the ids they belong to."""
 
+    view = None
+
     def prefetch(self, batches):
         for image_ids in batches:
             yield {"maps": np.asarray(image_ids) * 10}

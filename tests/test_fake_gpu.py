@@ -21,6 +21,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import MapReader, StudentLosses
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings.load import load
+from gaupipe.teachers.base import Wanted
 from gaupipe.teachers.gaussian import GaussianTeacher, TeacherLoss
 from gaupipe.teachers.gaussian_vit import GaussianViT
 from gaupipe.teachers.image_state import ImageState
@@ -93,7 +94,7 @@ def test_a_step_of_a_student(student_job, gpu):
         with unset_fake_temporarily():
             maps = store.open(job.source_of_maps[0])
             stored = maps.gather(np.arange(settings.data.batch_size))
-        read = SimpleNamespace(prefetch=lambda _: iter([stored]))
+        read = SimpleNamespace(view=None, prefetch=lambda _: iter([stored]))
         teacher_maps = MapReader(maps, student, settings.phase_b, CUDA)
         losses = StudentLosses(student, settings, teacher_maps)
     training, _ = train_and_val(job.data, settings.data, CUDA)
@@ -118,7 +119,7 @@ def test_a_step_of_a_teacher_and_its_export(teacher_job, gpu):
     parameters = job.per_image and job.per_image.gather(batch.ids, CUDA)
     sampled = job.settings.phase_a.mode == "stochastic"
     noise = job.network.noise(batch.images, None) if sampled else None
-    made = job.outputs(batch, None, image_ids=batch.ids)
+    made = job.outputs(batch, Wanted(None, image_ids=batch.ids))
     check_device(TeacherLoss(job)(batch, parameters, noise), made.logits)
     for name, kind in MAP_KINDS.items():
         if kind.refusal(job.forms) is None:

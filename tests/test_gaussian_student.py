@@ -17,6 +17,7 @@ from gaupipe.models import convert, forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.base import Wanted
 from gaupipe.teachers.gaussian_vit import GaussianViT
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
@@ -114,7 +115,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     loaded = load_teacher(run, data)
     hand_over(job.student, loaded.weights())
     batch = next(loaded.batches(data.val).in_order())
-    expected = loaded.outputs(batch, torch.Generator(), image_ids=None).logits
+    expected = loaded.outputs(batch, Wanted(torch.Generator())).logits
     predictions = job.student.eval()(batch.images).log_softmax(-1)
     torch.testing.assert_close(predictions, expected, atol=1e-5, rtol=1e-4)
     batch = next(loaded.batches(data.train).in_order())

@@ -188,9 +188,9 @@ def drawn(monkeypatch):
     """(view, whether with stored maps) of every epoch whose batches are read."""
     epochs, epoch_of = [], Batches.epoch
 
-    def watched(self, number, augment, maps=None, view=None, first=0):
-        epochs.append((view, maps is not None))
-        return epoch_of(self, number, augment, maps, view, first)
+    def watched(self, number, augment, maps=None, first=0):
+        epochs.append((maps and maps.view, maps is not None))
+        return epoch_of(self, number, augment, maps, first)
 
     monkeypatch.setattr(Batches, "epoch", watched)
     return epochs
@@ -208,9 +208,9 @@ def test_views_are_stored_and_drawn_again(run, drawn):
     batches = Batches(data.train, data, torch.device("cpu"), 40)
     for epoch in (1, 4):
         whole = StoredImages(maps, PhaseBSettings(), 0)
-        stored = MapsOfEpoch([whole], epoch % views, with_maps=True)
+        stored = MapsOfEpoch([whole], epoch, with_maps=True)
         augment = Augment(settings.augment, settings.seed)
-        batch = next(batches.epoch(epoch, augment, stored, epoch % views))
+        batch = next(batches.epoch(epoch, augment, stored))
         assert batch.geometry is None
         oracle = teachers_maps(run, batch.images)
         read = MAP_KINDS["dense"].reader(maps, torch.device("cpu"))(batch.stored)

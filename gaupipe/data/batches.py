@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,16 @@ from gaupipe.settings import DataSettings
 from gaupipe.system import distributed
 
 T = TypeVar("T")
+
+
+class MapsOfImages(Protocol):
+    """What a teacher says of the images of an epoch, in a store."""
+
+    view: int | None
+    """The view of the images that it was said of; None for the images themselves."""
+
+    def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """The stored arrays of each batch of image ids."""
 
 
 @dataclass
@@ -135,17 +145,15 @@ class Batches:
         self,
         number: int,
         augment: Augment,
-        maps: Any = None,
-        view: int | None = None,
+        maps: MapsOfImages | None = None,
         first: int = 0,
     ) -> Iterator[Batch]:
-        """One epoch of training, counted from 0: augmented views, with what ``maps.prefetch`` reads
-        for them; ``maps`` may be a :class:`store.Store`.
-        It begins with batch ``first``; nothing is read of the batches before.
+        """One epoch of training, counted from 0: augmented views, with what ``maps`` reads for
+        them. It begins with batch ``first``; nothing is read of the batches before.
 
         (seed of ``augment``, epoch) and the number of buckets alone determine the order, and the
-        store is read by the very ids of each batch. With a ``view`` the images are drawn as
-        :meth:`views` draws it, and ``maps`` are of that view: nothing has moved between them.
+        store is read by the very ids of each batch. Images whose ``maps`` are of a view are drawn
+        as :meth:`views` draws it: nothing has moved between them.
         """
         order = self.buckets.epoch(augment.seed, number, self.batch_size)[first:]
         labelled = None
@@ -153,6 +161,7 @@ class Batches:
             labelled = self.buckets.counts_below(
                 self.split.labelled, augment.seed, number, self.batch_size
             )[first:]
+        view = None if maps is None else maps.view
         drawn = number
         if view is not None:  # as it was drawn for the store, whatever the epoch
             drawn = view

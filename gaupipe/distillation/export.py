@@ -16,7 +16,7 @@ from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import check_export
 from gaupipe.settings import ExportSettings
-from gaupipe.teachers.base import MapsWanted, Teacher
+from gaupipe.teachers.base import MapsWanted, Teacher, Wanted
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from store.encoding import LARGEST_MEAN, MEAN_STEP
 
@@ -150,17 +150,17 @@ def outputs(
     else:
         # as the store says: in a comparison the teacher itself may have been trained without views
         loaded = batches.views(entries, notes.views.augmentation(), schema.views)
-    wanted = None
+    maps = None
     if schema.has_maps:
         grid = None if notes.pooled_from is None else schema.maps.grid
-        wanted = MapsWanted(notes.layers, grid)
+        maps = MapsWanted(notes.layers, grid)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
         image_ids = None
         if schema.labelled:  # a teacher may know the training images
             image_ids = batch.ids // schema.views
         with torch.autocast(teacher.device.type, dtype, enabled=dtype != torch.float32):
-            made = teacher.outputs(batch, generator, image_ids, wanted)
+            made = teacher.outputs(batch, Wanted(generator, maps, image_ids))
         with torch.no_grad():
             stored = torch.float32 if schema.encoding == "uint8" else torch.float16
             named = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, stored)

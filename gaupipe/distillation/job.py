@@ -234,11 +234,8 @@ def plan_epochs(
         if views > 1 and not gamma and not alpha:
             epochs.append(EpochPlan(dropped=dropped))
             continue
-        view = None
-        if views > 1:
-            view = epoch % views
-        stored = MapsOfEpoch(stores, view or 0, with_maps=gamma > 0)
-        epochs.append(EpochPlan(gamma, alpha, dropped, stored, view))
+        maps_of_epoch = MapsOfEpoch(stores, epoch, with_maps=gamma > 0)
+        epochs.append(EpochPlan(gamma, alpha, dropped, maps_of_epoch))
     return epochs
 
 
@@ -357,13 +354,14 @@ class StoredImages:
 
 
 class MapsOfEpoch:
-    """The stored entries of one epoch: of each image its entry for one of the views. The ids of the
-    images of several stores follow each other."""
+    """The stored entries of one epoch: of each image its entry for one of the views, which take
+    turns. The ids of the images of several stores follow each other."""
 
-    def __init__(self, stores: Sequence[StoredImages], view: int, with_maps: bool) -> None:
+    def __init__(self, stores: Sequence[StoredImages], epoch: int, with_maps: bool) -> None:
         self.stores = stores
-        self.view = view
         self.with_maps = with_maps
+        views = stores[0].views
+        self.view = epoch % views if views > 1 else None
 
     def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """As :meth:`store.Store.prefetch`."""
@@ -373,7 +371,7 @@ class MapsOfEpoch:
         for images in self.stores:
             here = [(ids >= first) & (ids < first + images.count) for ids in batches]
             mine = [ids[one] - first for ids, one in zip(batches, here, strict=True)]
-            reads.append(images.prefetch(mine, self.view, self.with_maps))
+            reads.append(images.prefetch(mine, self.view or 0, self.with_maps))
             members.append(here)
             first += images.count
         if len(self.stores) == 1:

@@ -7,7 +7,7 @@ Axis letters: B images, L blocks, H heads, T tokens, C classes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -93,6 +93,18 @@ class MapsWanted:
     """(h, w), a coarser one than the teacher's; None is the teacher's."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is wanted of a teacher for a batch, beside its predictions."""
+
+    generator: torch.Generator
+    """For draws."""
+    maps: MapsWanted | None = None
+    """Which attention; None leaves it out."""
+    image_ids: Tensor | None = None
+    """[B] of training images; None for a batch of others."""
+
+
 @dataclass
 class Outputs:
     """What a teacher makes of a batch."""
@@ -169,10 +181,16 @@ class Teacher:
             folder.mkdir(exist_ok=True)
             write_whole(folder / "metrics.jsonl", json.dumps(metrics_of_no_epoch()) + "\n")
 
-    def training_forward(self) -> Callable[[int], Tensor] | None:
-        """A forward pass over a number of images as in phase A, for its cost; None for a teacher
-        that phase A does not train."""
-        return None
+    @property
+    def images_for_training(self) -> ImageData:
+        """The data set, its images as phase A takes them."""
+        return self.data
+
+    def training_forward(self, images: Tensor) -> Tensor:
+        """Logits of images [B, channels, height, width] as in phase A, for their cost, of a teacher
+        that phase A trains."""
+        logits: Tensor = self.network(images)
+        return logits
 
     def given_sha256(self) -> dict[str, str]:
         """The digest of weights that the user gives, by a name for messages; empty for a teacher
@@ -240,19 +258,8 @@ class Teacher:
         size = batch_size or settings.eval_batch_size
         return Batches(split, self.data, self.device, size, settings.workers, settings.num_buckets)
 
-    def outputs(
-        self,
-        batch: Batch,
-        generator: torch.Generator,
-        image_ids: Tensor | None = None,
-        maps: MapsWanted | None = None,
-    ) -> Outputs:
-        """What an export stores of a batch of :meth:`batches`.
-
-        generator   for draws
-        image_ids   [B] of training images; None for a batch of others
-        maps        which attention is wanted; None leaves it out
-        """
+    def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
+        """What an export stores of a batch of :meth:`batches`."""
         raise NotImplementedError
 
     @cached_property

@@ -23,7 +23,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
 from gaupipe.system.device import choose_precision, select_device
-from gaupipe.teachers.base import MapsWanted, Outputs, Teacher, ending, identity
+from gaupipe.teachers.base import Outputs, Teacher, Wanted, ending, identity
 from gaupipe.teachers.gaussian_vit import GaussianViT
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.teachers.notes import StoreNotes
@@ -123,18 +123,12 @@ class GaussianTeacher(Teacher):
         """The per-image parameters [B, ...] of training images, on the device."""
         return None if self.per_image is None else self.per_image.read(image_ids).to(self.device)
 
-    def outputs(
-        self,
-        batch: Batch,
-        generator: torch.Generator,
-        image_ids: Tensor | None = None,
-        maps: MapsWanted | None = None,
-    ) -> Outputs:
+    def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
         """As :meth:`Teacher.outputs`; the attention costs nothing, and is always there."""
         parameters = None
-        if image_ids is not None:
-            parameters = self.parameters(image_ids)
-        return Outputs(*self.network.forward_with_maps(batch.images, parameters, generator))
+        if wanted.image_ids is not None:
+            parameters = self.parameters(wanted.image_ids)
+        return Outputs(*self.network.forward_with_maps(batch.images, parameters, wanted.generator))
 
     @cached_property
     def sha256(self) -> str:
@@ -171,24 +165,16 @@ class GaussianTeacher(Teacher):
             identity=identity(self.settings, self.data),
         )
 
-    def training_forward(self) -> Callable[[int], Tensor]:
-        data = self.data
+    def training_forward(self, images: Tensor) -> Tensor:
+        network = self.network
         phase = self.settings.phase_a
-        device = self.device
-        network = build_network(self.settings, data).to(device).train()
-
-        def forward(count: int) -> Tensor:
-            size = (data.channels, data.image_size, data.image_size)
-            images = torch.zeros(count, *size, device=device)
-            parameters = None
-            if phase.learns_of_images:
-                parameters = torch.zeros(count, *network.per_image_shape, device=device)
-            noise = None
-            if phase.mode == "stochastic":
-                noise = network.noise(images, None)
-            return network(images, network.gaussians(parameters), noise)
-
-        return forward
+        parameters = None
+        if phase.learns_of_images:
+            parameters = torch.zeros(len(images), *network.per_image_shape, device=images.device)
+        noise = None
+        if phase.mode == "stochastic":
+            noise = network.noise(images, None)
+        return network(images, network.gaussians(parameters), noise)
 
     def train(self, state: TrainingState[GaussianViT], folder: Path) -> None:
         """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""

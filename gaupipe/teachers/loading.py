@@ -8,13 +8,11 @@ from torch import nn
 
 from gaupipe.data.splits import ImageData
 from gaupipe.settings.places import REMEDY
-from gaupipe.settings.sections import LOCAL
 from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.readable_vit import PredictingModel, ReadableViT, UnreadableAttention
-from gaupipe.vit.build import create_model
 from gaupipe.vit.inputs import SETTING
-from gaupipe.vit.pretrained import HUB, cached_weights, find_published, load_pretrained
+from gaupipe.vit.pretrained import load_pretrained
 
 
 def load_network(
@@ -36,11 +34,6 @@ def load_network(
     Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
     """
     try:
-        if (
-            not teacher.startswith((LOCAL, HUB))
-            and cached_weights(find_published(teacher, remedy)) is None
-        ):
-            readable(create_model(teacher, arguments), data, teacher)  # or it need not be fetched
         return readable(load_pretrained(teacher, arguments, download, remedy), data, teacher)
     except UserError as error:
         raise UserError(f"{SETTING}: {str(error).removeprefix(f'{SETTING}: ')}") from None

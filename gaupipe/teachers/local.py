@@ -13,7 +13,6 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import local_axes
 from gaupipe.maps.stored import AS_STORED, Seen, StoredGaussians, select_heads, select_queries
@@ -21,8 +20,7 @@ from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
-from gaupipe.teachers.base import MapShape, MapsWanted, Outputs, Teacher
-from gaupipe.teachers.notes import StoreNotes
+from gaupipe.teachers.base import MapShape, Teacher
 
 
 class LocalMaps(StoredGaussians):
@@ -97,18 +95,6 @@ class LocalTeacher(Teacher):
         """As :meth:`Teacher.prepare`, and says what becomes of it."""
         super().prepare(folder)
         LOG.info("phase A: local needs no training, and phase B makes its maps")
-
-    def outputs(
-        self,
-        batch: Batch,
-        generator: torch.Generator,
-        image_ids: Tensor | None = None,
-        maps: MapsWanted | None = None,
-    ) -> Outputs:
-        raise NotImplementedError("phase B makes the maps of local")
-
-    def notes(self) -> StoreNotes:
-        raise NotImplementedError("no store holds the maps of local")
 
 
 def wrong_places(tokens: int, generator: torch.Generator) -> Tensor:

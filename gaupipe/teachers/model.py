@@ -22,7 +22,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.teachers.base import MapsWanted, Outputs, Teacher, metrics_of_no_epoch
+from gaupipe.teachers.base import Outputs, Teacher, Wanted, metrics_of_no_epoch
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.teachers.probe import Probe, check_probe, fit_probe, load_probe
 from gaupipe.teachers.readable_vit import PROBE_INSTEAD, PredictingModel
@@ -99,15 +99,9 @@ class ModelTeacher(Teacher):
         """The size of a batch whose outputs are not too large, at most ``batch_size``."""
         return batch_size
 
-    def outputs(
-        self,
-        batch: Batch,
-        generator: torch.Generator,
-        image_ids: Tensor | None = None,
-        maps: MapsWanted | None = None,
-    ) -> Outputs:
+    def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
         logits, features = self.network.predict(batch.images)
-        return Outputs(self.probed(logits, features, image_ids), None, features)
+        return Outputs(self.probed(logits, features, wanted.image_ids), None, features)
 
     def probed(
         self, logits: Tensor | None, features: Tensor, image_ids: Tensor | None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gaupipe.data.splits import ImageData
@@ -76,11 +74,6 @@ class TrainedOnLabels(ModelTeacher):
     def say_before(self) -> None:
         """Nothing: it is trained for this student."""
 
-    @property
-    def images_for_training(self) -> ImageData:
-        """The data set, its images as the model takes them."""
-        return self.data
-
     def identity(self) -> Identity:
         """Settings and data that its checkpoint belongs to."""
         return identity(self.settings, self.data)
@@ -107,11 +100,9 @@ class TrainedOnLabels(ModelTeacher):
     def training_state(self) -> TrainingState[Any]:
         return training_state(self.training())
 
-    def training_forward(self) -> Callable[[int], Tensor]:
-        data = self.images_for_training
-        size = (data.channels, data.image_size, data.image_size)
-        model = self.model(self.settings, self.data).to(self.device).train()
-        return lambda count: model(torch.zeros(count, *size, device=self.device))
+    def training_forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.timm_model(images)
+        return logits
 
     def train(self, state: TrainingState[Any], folder: Path) -> None:
         """Epochs until the training accuracy is reached or ``most_epochs`` are done; then the model

@@ -20,7 +20,7 @@ from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import warn_once
-from gaupipe.teachers.base import MapsWanted, Outputs, Teacher, outline
+from gaupipe.teachers.base import Outputs, Teacher, Wanted, outline
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
 from gaupipe.teachers.readable_vit import ReadableViT, parts_of_teachers
@@ -64,19 +64,14 @@ class VitTeacher(ModelTeacher):
         tokens = network.prefix + math.prod(network.grid)
         return images_with_maps(batch_size, network.layers, network.heads, tokens)
 
-    def outputs(
-        self,
-        batch: Batch,
-        generator: torch.Generator,
-        image_ids: Tensor | None = None,
-        maps: MapsWanted | None = None,
-    ) -> Outputs:
+    def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
+        maps = wanted.maps
         if maps is None:
-            return super().outputs(batch, generator, image_ids)
+            return super().outputs(batch, wanted)
         logits, features, shown = self.network.forward_with_maps(batch.images, maps.layers)
         if maps.grid is not None:
             shown = shown.on_grid(maps.grid)
-        return Outputs(self.probed(logits, features, image_ids), shown, features)
+        return Outputs(self.probed(logits, features, wanted.image_ids), shown, features)
 
     @property
     def width(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batch, train_and_val
+from gaupipe.data.batches import Batch, MapsOfImages, train_and_val
 from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.data.images import UNLABELLED
 from gaupipe.data.mixing import Mix, mixed_targets
@@ -124,10 +123,8 @@ class EpochPlan:
     """The weight of L_soft."""
     dropped: float = 0.0
     """The share of the patches that the student drops."""
-    maps: Any = None
-    """Has ``prefetch``, which reads the stored maps of batches; None for no maps."""
-    view: int | None = None
-    """The view of the images that these are maps of; None for an epoch's own."""
+    maps: MapsOfImages | None = None
+    """Reads what the teacher says of batches; None for a training without a store."""
 
 
 @dataclass
@@ -174,7 +171,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, 
             plan = job.epochs[epoch.number]
             drop_patches(job.student, plan.dropped)
             compute_losses = update.data_parallel(job.losses)
-            for batch in training.epoch(epoch.number, augment, plan.maps, plan.view, epoch.first):
+            for batch in training.epoch(epoch.number, augment, plan.maps, epoch.first):
                 with update.forward():  # autocast
                     losses: StepLosses = compute_losses(batch, plan.gamma, plan.alpha)
                 update.backward(losses.loss, batch.weight)

@@ -69,19 +69,6 @@ class ConvPatchEmbed(PatchEmbed):
             **placed,
         )
 
-    def kept_numbers(self) -> int:
-        """The numbers of an image that the backward pass needs: what each convolution gives, and
-        what batch norm and ReLU make of it."""
-        assert self.img_size is not None
-        pixels = self.img_size[0] * self.img_size[1]
-        numbers = 0
-        for part in self.proj.modules():  # in the order of the forward pass
-            if isinstance(part, nn.Conv2d):
-                pixels //= part.stride[0] ** 2
-                if part.bias is None:  # not the projection
-                    numbers += 2 * part.out_channels * pixels
-        return numbers
-
 
 class ResidualPatchEmbed(ConvPatchEmbed):
     """A stem like :class:`ConvPatchEmbed` with ResNet's blocks (timm's ``BasicBlock``) at the two

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -71,7 +72,7 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
     batches = Batches(job.images, data, job.device, settings.data.batch_size, 0, buckets)
     augment = Augment(settings.augment, settings.seed)
     first = job.epochs[0]
-    batch = next(batches.epoch(0, augment, first.maps, first.view))
+    batch = next(batches.epoch(0, augment, first.maps))
     losses = job.losses.train()
     forward_costs: dict[tuple[float, float], float] = {}  # multiply-adds for one image
     forward_cost = 0.0
@@ -134,9 +135,10 @@ def teacher_forward_cost(settings: Settings, data: ImageData) -> int:
     that phase A does not train."""
     if not settings.phase_a.kind.trained:
         return 0
-    forward = outline(settings, data).training_forward()
-    assert forward is not None
-    return multiply_adds(partial(forward, 1))
+    teacher = outline(settings, data).begin(Path())
+    taken = teacher.images_for_training
+    image = torch.zeros(1, taken.channels, taken.image_size, taken.image_size)
+    return multiply_adds(partial(teacher.training_forward, image.to(teacher.device)))
 
 
 def processor_seconds(metrics: list[EpochMetrics]) -> float:

@@ -24,7 +24,7 @@ from gaupipe.settings import Settings, places
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, utf8
-from gaupipe.teachers.base import Teacher
+from gaupipe.teachers.base import Teacher, Wanted
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.scores import Metrics, classification_metrics, predictions, predictions_of
 from gaupipe.vit.forward import forward_with_maps
@@ -203,7 +203,7 @@ def beside_teacher(teacher: Teacher, images: Split, logits: Tensor) -> BesideTea
     draws = torch.Generator(teacher.device).manual_seed(teacher.settings.seed)
 
     def predict(batch: Batch) -> Tensor:
-        logits = teacher.outputs(batch, draws).logits
+        logits = teacher.outputs(batch, Wanted(draws)).logits
         assert logits is not None  # teacher_of_unseen() asked
         return logits
 

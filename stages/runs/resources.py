@@ -1,12 +1,20 @@
-"""Memory and disk that a run takes: arithmetic, before anything is allocated."""
+"""Memory and disk that a run takes, before anything is allocated."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.func import functional_call
 
 import store
 from gaupipe.attention.options import count_parameters
@@ -20,7 +28,6 @@ from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.image_state import record_words
 from gaupipe.teachers.vit import images_with_maps
-from gaupipe.vit.stem import ConvPatchEmbed
 from store.layout import Layout, images_fitting
 
 PROCESS_BYTES = 11 * 10**8
@@ -33,9 +40,9 @@ WRITERS = min(4, os.cpu_count() or 1)
 SHARD_MB = 32
 """Megabytes of a store's shard, before compression, unless an export says otherwise."""
 
-ACTIVATIONS = 14
-"""Float32 numbers that a training step keeps for each token, block and unit of the model's width:
-12 to 18 were measured with ``gauvit_tiny_patch16_224`` and different attentions on a CPU."""
+BACKWARD = 1.3
+"""How much more a training step takes than its forward pass keeps: 1.29 to 1.45 times as much was
+measured on a CPU, with ViTs and a ResNet-18."""
 
 SMALLER = "choose another --run-dir, fewer data.train_images or another phase_a.per_image"
 LIGHTER = "lower data.batch_size or data.train_images, take a smaller model"
@@ -59,9 +66,9 @@ class PhaseAPlan:
 
 
 def make_plan(teacher: Teacher, images: int | None = None, world_size: int = 1) -> PhaseAPlan:
-    """The plan of phase A in ``world_size`` processes. Pure arithmetic. The network of the
-    ``teacher`` may lie on torch's meta device; ``images`` is the number of training images, where
-    it is not that of its data."""
+    """The plan of phase A in ``world_size`` processes. The network of the ``teacher`` may lie on
+    torch's meta device; ``images`` is the number of training images, where it is not that of its
+    data."""
     settings = teacher.settings
     phase = settings.phase_a
     network = teacher.network
@@ -72,10 +79,13 @@ def make_plan(teacher: Teacher, images: int | None = None, world_size: int = 1) 
     if size:
         checkpoint += 9 * images + 4 * size  # and the start of an image
     ema = phase.optim.ema
+    data = teacher.images_for_training
+    forward = teacher.training_forward if teacher.kind.trained else None
+    memory = training_memory(settings, network, data, ema, world_size, forward)
     return PhaseAPlan(
         parameters=parameters,
         per_image_parameters=images * size,
-        memory_bytes=training_memory(settings, network, teacher.data, ema, world_size),
+        memory_bytes=memory,
         disk_bytes=2 * (images * record_words(size) * 4 + checkpoint),
     )
 
@@ -86,24 +96,59 @@ def copies(ema: float | None) -> int:
 
 
 def training_memory(
-    settings: Settings, model: Any, data: Any, ema: float | None, world_size: int = 1
+    settings: Settings,
+    model: Any,
+    data: ImageData,
+    ema: float | None,
+    world_size: int = 1,
+    forward: Callable[[Tensor], Tensor] | None = None,
 ) -> int:
     """Bytes that a training without per-image parameters takes on the CPU in each process: torch,
-    the data set, weights with moments and gradients, and the activations of a batch."""
+    the data set, weights with moments and gradients, and what the ``forward`` pass of a batch
+    keeps; None for a model that is not trained."""
     memory: int = PROCESS_BYTES + 4 * (copies(ema) + 1) * count_parameters(model)
     memory += bytes_of_images(data)
-    vit = getattr(model, "vit", model)  # in a teacher with Gaussians
-    if select_device(settings.device, settings.threads).type == "cpu" and hasattr(vit, "blocks"):
+    device = select_device(settings.device, settings.threads)
+    if device.type == "cpu" and forward is not None:
         batch = -(-settings.data.batch_size // world_size)
-        tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
-        blocks = len(vit.blocks)
-        numbers = ACTIVATIONS * len(vit.blocks)
-        if settings.grad_checkpointing:  # the input of each block, and all of one
-            numbers = blocks + ACTIVATIONS
-        memory += 4 * numbers * batch * tokens * vit.embed_dim
-        if isinstance(vit.patch_embed, ConvPatchEmbed):
-            memory += 4 * batch * vit.patch_embed.kept_numbers()
+        kept = kept_bytes(model, forward, batch, data)
+        vit = getattr(model, "vit", model)  # in a teacher with Gaussians
+        if settings.grad_checkpointing and hasattr(vit, "blocks"):
+            # the input of each block, and all of one
+            tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
+            kept = kept // len(vit.blocks) + 4 * len(vit.blocks) * batch * tokens * vit.embed_dim
+        memory += round(BACKWARD * kept)
     return memory
+
+
+def kept_bytes(
+    network: nn.Module, forward: Callable[[Tensor], Tensor], images: int, data: ImageData
+) -> int:
+    """Bytes that a ``forward`` pass of a network over so many ``images`` keeps for the backward
+    pass, beside the weights. Its tensors have no numbers, so nothing is allocated. 0 for a network
+    that decides by its numbers what it does."""
+    kept = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    step = nn.Module()  # whose weights functional_call replaces
+    step.network = network
+    step.forward = forward
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weights = {}
+        for name, tensor in chain(step.named_parameters(), step.named_buffers()):
+            weights[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            weights[name].requires_grad_(isinstance(tensor, nn.Parameter))
+        batch = torch.empty(images, data.channels, data.image_size, data.image_size)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, contextlib.suppress(DataDependentOutputException):
+            functional_call(step, weights, batch)
+    for weight in weights.values():
+        kept.pop(weight.untyped_storage()._cdata, None)
+    return sum(kept.values())
 
 
 def bytes_of_images(data: ImageData) -> int:
@@ -155,7 +200,9 @@ def export_memory(
     network = teacher.network
     data = teacher.data
     if "gaussians" in teacher.forms:  # which is read with the state of its training
-        memory = training_memory(settings, network, data, settings.phase_a.optim.ema, world_size)
+        ema = settings.phase_a.optim.ema
+        forward = teacher.training_forward
+        memory = training_memory(settings, network, data, ema, world_size, forward)
     else:
         memory = PROCESS_BYTES + 4 * count_parameters(network) + bytes_of_images(data)
     shard = max(int(shard_mb * 1e6), schema.bytes_per_image)
@@ -179,7 +226,7 @@ def bytes_in_memory(schema: store.Schema) -> int:
 
 def memory_of_maps(teacher: Teacher, schema: store.Schema) -> int:
     """Bytes of the maps of a batch, as a teacher shows them and, where they are stored whole, once
-    more. Gaussians are no maps; a trained ViT also has the activations of a block."""
+    more. Gaussians are no maps; a trained ViT also has what a block makes of the batch."""
     batch = min(teacher.settings.data.eval_batch_size, schema.num_images)
     own = teacher.shape
     stored = MapShape.of_store(schema) or own  # a trained ViT shows its maps to no end
@@ -191,7 +238,8 @@ def memory_of_maps(teacher: Teacher, schema: store.Schema) -> int:
         tokens = math.prod(own.grid) + getattr(vit, "num_prefix_tokens", 0)
         batch = images_with_maps(batch, own.layers, own.heads, tokens)
         times += 1
-        activations = 4 * batch * tokens * ACTIVATIONS * vit.num_features
+        # of a block: what attention and FFN take and give
+        activations = 4 * batch * tokens * 12 * vit.num_features
     return times * 4 * batch * stored.layers * stored.heads * tokens**2 + activations
 
 

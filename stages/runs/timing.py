@@ -6,9 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import store
 from gaupipe.data.batches import Batch
@@ -16,7 +16,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import choose_precision, select_device
-from gaupipe.teachers.base import MapsWanted, Teacher
+from gaupipe.teachers.base import MapsWanted, Teacher, Wanted
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
 from gaupipe.vit.forward import forward_with_maps
@@ -82,12 +82,15 @@ def student_seconds(
 def teacher_seconds(teacher: Teacher, images: int) -> tuple[float, float]:
     """Seconds of phase A on so many ``images`` an epoch, at most, and of the export of their maps,
     which is a forward pass, a third of a step; zeros for a teacher that is not trained here."""
-    forward = teacher.training_forward()
-    if forward is None:
+    if not teacher.kind.trained:
         return 0.0, 0.0
+    made = teacher.begin(Path())
+    made.network.train()
+    data = made.images_for_training
 
     def step(count: int) -> None:
-        loss: Tensor = forward(count).sum()
+        size = (data.channels, data.image_size, data.image_size)
+        loss = made.training_forward(torch.zeros(count, *size, device=made.device)).sum()
         loss.backward()
         loss.item()
 
@@ -99,12 +102,13 @@ def export_seconds(teacher: Teacher, schema: store.Schema) -> float:
     """Seconds that a teacher takes for the maps in a store of this schema."""
     data = teacher.data
     size = (data.channels, data.image_size, data.image_size)
-    generator = torch.Generator(teacher.device)
+    maps = MapsWanted() if schema.has_maps else None
+    wanted = Wanted(torch.Generator(teacher.device), maps)
 
     def step(count: int) -> None:
         images = torch.randn(count, *size, device=teacher.device)
         batch = Batch(images, torch.zeros(count, dtype=torch.long), torch.arange(count))
-        made = teacher.outputs(batch, generator, maps=MapsWanted() if schema.has_maps else None)
+        made = teacher.outputs(batch, wanted)
         stored = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, torch.float32)
         for array in stored.values():
             array.cpu()
