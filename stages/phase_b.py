@@ -20,7 +20,7 @@ from gaupipe.teachers.base import outline
 from gaupipe.training.job import Training, build_plain, train
 from gaupipe.training.student import build_student
 from stages.runs import kept_epochs, ranks, students
-from stages.runs.directory import RunDirectory
+from stages.runs.directory import RunDirectory, store_of_unlabelled
 from stages.runs.opening import open_student, read_data
 from stages.runs.students import StudentRequest
 from stages.runs.trained import load_teacher
@@ -94,7 +94,7 @@ def build_training(
     unlabelled = None
     if data.unlabelled is not None:
         unlabelled = store.open(
-            str(teacher.unlabelled_maps),
+            store_of_unlabelled(url),
             dataset_sha256=data.unlabelled_sha256,
             preload_bytes=PRELOAD_BYTES,
         )

@@ -40,6 +40,7 @@ SMALL = sets(
     "phase_b.epochs=2",
     "threads=1",
 )
+SHORT = sets("train.epochs=2")
 WITHOUT = 10
 """Images without labels. Of 24 with labels 5 are for validation."""
 
@@ -344,3 +345,30 @@ def test_the_predictions_of_another_teacher_are_refused(run, in_process):
     assert code == 2 and err.count("\n") == 1
     assert "unlabelled.zarr: holds the images without labels of another teacher" in err
     assert not (run / "phase_b/new").exists()
+
+
+def test_a_comparison_learns_from_images_without_labels(in_process, tmp_path):
+    photos(tmp_path / "mine/train")
+    more_photos(tmp_path / "mine/unlabelled", WITHOUT)
+    rows = ("--row", "distilled", "--row", "predictions of other images")
+    compare = ("compare", "--data", tmp_path / "mine", "--seeds", "0", *SMALL, *SHORT, *rows)
+    compare += ("--run-dir", tmp_path / "compared")
+    code, out, err = in_process(*compare)
+    assert code == 0 and "failed" not in out, (out, err)
+    result = json.loads((tmp_path / "compared/compare.json").read_bytes())
+    by_name = {row["row"]: row["runs"][0] for row in result["rows"]}
+    own, other = by_name["distilled"], by_name["predictions of other images"]
+    plain = by_name["plain ViT"]
+    epochs = [len(run["val_acc"]) for run in (own, plain)]
+    # a step costs each image the same, and 24 images with labels are 19 to train and 5 to validate
+    each = own["costs"]["multiply_adds"] / epochs[0] / (19 + WITHOUT)
+    assert each == pytest.approx(plain["costs"]["multiply_adds"] / epochs[1] / 19, rel=1e-6)
+    assert own["costs"]["multiply_adds"] == other["costs"]["multiply_adds"]
+    assert own["loss_hard"] != other["loss_hard"]
+    stores = sorted((tmp_path / "compared").glob("teachers/*/*.zarr"))
+    assert sorted(len(store.open(url)) for url in stores) == [WITHOUT, 19]
+
+    more_photos(tmp_path / "mine/unlabelled", WITHOUT + 1)  # another image makes other trainings
+    code, out, err = in_process(*compare)
+    assert code == 0 and "2 of 3 trainings are left" in err, (out, err)
+    assert len([*(tmp_path / "compared").glob("teachers/*/*.zarr")]) == 4

@@ -63,10 +63,10 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
     """``parameters`` of a trained student, and ``multiply_adds`` and ``processor_seconds`` of its
     epochs, which have the entries ``metrics``."""
     settings = training.settings.model_copy(update={"compile": False})
-    data = load_data(settings.data)
     teacher = None
     if not training.row.plain:
         teacher = training.teacher
+    data = load_data(settings.data, unlabelled=teacher is not None)
     job = phase_b.build_training(settings, data, teacher, training.maps_url)
     buckets = settings.data.num_buckets
     batches = Batches(job.images, data, job.device, settings.data.batch_size, 0, buckets)
@@ -100,12 +100,12 @@ def phase_a_costs(
     settings = as_teacher(training.settings)
     if not settings.phase_a.kind.stored:
         return {"multiply_adds": 0, "processor_seconds": 0.0}
-    data = load_data(settings.data)
+    data = load_data(settings.data, unlabelled=True)
     teacher = load_teacher(training.teacher, data)
     schema = store.open(str(training.maps)).schema
     exported = outputs(teacher, schema, teacher.batches(data.train), np.arange(1))
     forward = multiply_adds(lambda: next(exported))
-    export = forward * schema.num_images
+    export = forward * len(data.with_unlabelled())
     if not teacher.kind.trained and metrics[-1].get("processor_seconds"):  # of a probe
         probe: Costs = {
             "multiply_adds": forward * (len(data.train) + len(data.val)),

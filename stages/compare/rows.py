@@ -26,7 +26,14 @@ from stages.runs.choices import WITH_A_TEACHER
 BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
 DISTILLED = "distilled"
-CONTROLS = ("maps of other images", "wrong places", "uniform maps", "prior alone", "no soft labels")
+CONTROLS = (
+    "maps of other images",
+    "predictions of other images",
+    "wrong places",
+    "uniform maps",
+    "prior alone",
+    "no soft labels",
+)
 """Rows without that in the teacher which is claimed to help."""
 
 
@@ -78,7 +85,9 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
         }
     if base.phase_a.kind.learns_images:
         controls["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
-    if base.phase_b.alpha and base.phase_a.kind.stored:
+    if base.export.kind == "predictions":
+        controls["predictions of other images"] = {"phase_b.shuffle_predictions": True}
+    elif base.phase_b.alpha and base.phase_a.kind.stored:
         labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
         controls["no soft labels"] = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     for name, changes in controls.items():

@@ -131,6 +131,7 @@ def plan(
                 settings=settings.model_copy(update={"seed": seed}),
                 root=run_dir,
                 data_sha256=data.both_sha256,
+                unlabelled_sha256=None if row.plain else data.unlabelled_sha256,
                 image_size=data.image_size,
                 test_sha256=data.test_sha256 if test else None,
                 sources=sources,
@@ -149,7 +150,7 @@ def reader(download: bool) -> Callable[[Settings], ImageData]:
     def read(settings: Settings) -> ImageData:
         name = settings.data.model_dump_json()
         if name not in loaded:
-            loaded[name] = load_data(settings.data, download)
+            loaded[name] = load_data(settings.data, download, unlabelled=True)
         return loaded[name]
 
     return read
@@ -173,7 +174,8 @@ def seconds_left(trainings: Sequence[Sequence[RowTraining]]) -> float:
             each = student_seconds(settings, data, settings.train, images)
         else:
             train = settings.student_training
-            each = student_seconds(settings, data, train, images, gammas(settings))
+            both = len(data.with_unlabelled())
+            each = student_seconds(settings, data, train, both, gammas(settings))
             teachers = {training.teacher.path for training in left if not training.exported}
         seconds += len(left) * each
         if teachers - taught:

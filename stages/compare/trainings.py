@@ -108,6 +108,8 @@ class RowTraining:
     root: Path
     data_sha256: str
     image_size: int
+    unlabelled_sha256: str | None = None
+    """Names the images without labels that it learns from."""
     test_sha256: str | None = None
     """Names the test images that are scored, too; None where none are."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -118,7 +120,8 @@ class RowTraining:
 
     @property
     def teacher(self) -> RunDirectory:
-        name = digest(as_teacher(self.settings), self.data_sha256, dict(self.sources))
+        images = self.data_sha256, self.unlabelled_sha256
+        name = digest(as_teacher(self.settings), *images, dict(self.sources))
         return RunDirectory(self.root / "teachers" / name)
 
     @property
@@ -159,7 +162,8 @@ class RowTraining:
 
     @property
     def folder(self) -> Path:
-        counted = self.data_sha256, self.row.plain, dict(self.sources), dict(self.own_attention)
+        images = self.data_sha256, self.unlabelled_sha256
+        counted = *images, self.row.plain, dict(self.sources), dict(self.own_attention)
         return self.root / "students" / digest(self.settings, *counted)
 
     @property

@@ -165,8 +165,12 @@ def _export(training: RowTraining, metrics: list[EpochMetrics]) -> None:
     """Writes the store of a training, and beside it the costs of phase A with this export."""
     began = time.process_time()
     settings = training.settings
+    data = load_data(settings.data, unlabelled=True)
     out = str(training.maps)
-    export.ensure(training.teacher.path, out=out, export=settings.export, augment=settings.augment)
+    augment = settings.augment
+    export.ensure(
+        training.teacher.path, out=out, export=settings.export, augment=augment, data=data
+    )
     spent = costs.phase_a_costs(training, metrics, time.process_time() - began)
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
 

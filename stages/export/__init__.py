@@ -26,7 +26,7 @@ from gaupipe.teachers.vit import other_teacher
 from stages.export.place import Place
 from stages.export.writing import write
 from stages.runs import ranks
-from stages.runs.directory import RunDirectory
+from stages.runs.directory import RunDirectory, store_of_unlabelled
 from stages.runs.locks import locked
 from stages.runs.trained import load_teacher
 
@@ -117,8 +117,8 @@ def run(request: ExportRequest) -> str | None:
         teacher.prepare_export()
         data = teacher.data
         stores = [(place, Exported.train(data))]
-        if request.is_own_store and data.unlabelled is not None:
-            others = replace(place, url=str(request.directory.unlabelled_maps))
+        if data.unlabelled is not None:
+            others = replace(place, url=store_of_unlabelled(place.url))
             stores.append((others, Exported.unlabelled(data)))
         complete = [is_complete(each.url, teacher.sha256) for each, _ in stores]
         goes_on = not place.replaces and not all(complete)
@@ -198,8 +198,8 @@ def ensure(
     url = out or str(directory.maps)
     asked = {} if export is None else export.model_dump(exclude_none=True)
     urls = [url]
-    if out is None and data is not None and data.unlabelled is not None:
-        urls.append(str(directory.unlabelled_maps))
+    if data is not None and data.unlabelled is not None:
+        urls.append(store_of_unlabelled(url))
     there = False
     if distributed.is_main():
         there = not directory.settings().phase_a.kind.stored or are_there(urls, directory, asked)

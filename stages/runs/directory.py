@@ -71,7 +71,7 @@ class RunDirectory:
     @property
     def unlabelled_maps(self) -> Path:
         """The store of what the teacher says of the images without labels."""
-        return self.path / "unlabelled.zarr"
+        return Path(store_of_unlabelled(str(self.maps)))
 
     def stored(self) -> Path:
         """The run's own store. Raises UserError where the run's teacher has none."""
@@ -264,6 +264,15 @@ class RunDirectory:
 
         before = load(self.config) if self.config.is_file() else None
         return settle(settings, before)
+
+
+def store_of_unlabelled(url: str) -> str:
+    """The store of the images without labels, beside that of the training images: unlabelled.zarr
+    beside maps.zarr, and NAME-unlabelled.zarr beside NAME.zarr."""
+    start = url.rstrip("/").removesuffix(".zarr")
+    if start.endswith("/maps") or start == "maps":
+        return f"{start.removesuffix('maps')}unlabelled.zarr"
+    return f"{start}-unlabelled.zarr"
 
 
 def folder_for(data: Path, overrides: Overrides, teacher: str | None = None) -> Path:
