@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from torchvision.transforms.functional import gaussian_blur
 
 from gaupipe.teachers.files import open_model
 from gaupipe.vit.capture import Traced, trace
-from gaupipe.vit.heads import probabilities
+from gaupipe.vit.heads import length_of_features, probabilities
 from stages.look.image_maps import LiveMaps
 from stages.look.removal import SHARE, painted
 
@@ -50,7 +51,6 @@ class Seen:
 
     images    [1, channels, height, width]
     traced    the pass over it
-    tokens    what each block puts out, [1, T, d]
     normed    the input of the last block's attention, [1, T, d]
     keys      those of the last block, [1, T, d]
     score     the logit of the predicted class
@@ -60,7 +60,6 @@ class Seen:
     model: Any
     images: Tensor
     traced: Traced
-    tokens: list[Tensor]
     normed: Tensor
     keys: Tensor
     score: Tensor
@@ -87,27 +86,19 @@ class Seen:
 
 
 def seen_by(model: Any, images: Tensor) -> Seen:
-    tokens: list[Tensor] = []
     inner: dict[str, Tensor] = {}
     last = model.blocks[-1]
     hooks = [
-        block.register_forward_hook(lambda _m, _i, output: tokens.append(output))
-        for block in model.blocks
+        last.norm1.register_forward_hook(lambda _m, _i, out: inner.update(normed=out)),
+        last.attn.qkv.register_forward_hook(lambda _m, _i, out: inner.update(qkv=out)),
     ]
-    hooks.append(last.norm1.register_forward_hook(lambda _m, _i, out: inner.update(normed=out)))
-    hooks.append(last.attn.qkv.register_forward_hook(lambda _m, _i, out: inner.update(qkv=out)))
     traced = trace(model, images, len(model.blocks))
     for hook in hooks:
         hook.remove()
     keys = inner["qkv"].unflatten(-1, (3, -1))[..., 1, :].detach()
     score = traced.logits[0].max()
-    features = feature_score(model, tokens[-1])
-    return Seen(model, images, traced, tokens, inner["normed"], keys, score, features)
-
-
-def feature_score(model: Any, tokens: Tensor) -> Tensor:
-    """Half the squared length of the features that a block's tokens would give the head."""
-    return model.forward_head(model.norm(tokens), pre_logits=True).square().sum() / 2
+    features = length_of_features(model, traced.tokens[-1])
+    return Seen(model, images, traced, inner["normed"], keys, score, features)
 
 
 def rollout(seen: Seen) -> Tensor:
@@ -119,11 +110,7 @@ def rollout(seen: Seen) -> Tensor:
 
 
 def gradient_rollout(seen: Seen, score: Tensor) -> Tensor:
-    """Chefer, Gur and Wolf 2021, eqs 5 and 6, for a score."""
-    result = torch.eye(len(seen.maps[0][0]))
-    for map, gradient in zip(seen.maps, seen.gradients(score), strict=True):
-        result = result + (map * gradient).clamp_min(0).mean(0) @ result
-    return seen.read(result)
+    return seen.read(seen.traced.rollout(score)[0, -1])
 
 
 def times_gradient(seen: Seen, score: Tensor, blocks: int) -> Tensor:
@@ -132,20 +119,18 @@ def times_gradient(seen: Seen, score: Tensor, blocks: int) -> Tensor:
     return sum(seen.read((map * gradient).clamp_min(0).mean(0)) for map, gradient in pairs)
 
 
-def legrad(seen: Seen, score_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Bousselham et al. 2024, LeGrad: the positive gradient of each block's own score by the maps
-    of the block, mean over heads and queries, summed over blocks."""
-    total = torch.zeros(len(seen.maps[0][0]))
-    for tokens, map in zip(seen.tokens, seen.traced.maps, strict=True):
-        [gradient] = torch.autograd.grad(score_of(tokens), map, retain_graph=True)
-        total += gradient[0].clamp_min(0).mean((0, 1))
-    return total
-
-
-def logit_of_block(seen: Seen) -> Callable[[Tensor], Tensor]:
-    """The predicted class's logit, as if a block were the last."""
+def legrad(seen: Seen) -> Tensor:
+    """Of the predicted class's logit."""
     target = seen.traced.logits[0].argmax()
-    return lambda tokens: seen.model.forward_head(seen.model.norm(tokens))[0, target]
+
+    def logit(tokens: Tensor) -> Tensor:
+        return seen.model.forward_head(seen.model.norm(tokens))[0, target]
+
+    return seen.traced.legrad(logit)[0, -1]
+
+
+def legrad_of_features(seen: Seen) -> Tensor:
+    return seen.traced.legrad(partial(length_of_features, seen.model))[0, -1]
 
 
 def grad_cam(seen: Seen) -> Tensor:
@@ -183,7 +168,7 @@ MAPS: dict[str, Callable[[Seen], Tensor]] = {
     "gradient rollout": lambda seen: gradient_rollout(seen, seen.score),
     "attention x gradient, all blocks": lambda seen: times_gradient(seen, seen.score, 10**6),
     "attention x gradient, last block": lambda seen: times_gradient(seen, seen.score, 1),
-    "LeGrad": lambda seen: legrad(seen, logit_of_block(seen)),
+    "LeGrad": legrad,
     "Grad-CAM, last block": grad_cam,
 }
 WITHOUT_CLASSES: dict[str, Callable[[Seen], Tensor]] = {
@@ -194,14 +179,14 @@ WITHOUT_CLASSES: dict[str, Callable[[Seen], Tensor]] = {
     "attention x gradient, last block, features": lambda seen: times_gradient(
         seen, seen.features, 1
     ),
-    "LeGrad, features": lambda seen: legrad(seen, lambda tokens: feature_score(seen.model, tokens)),
+    "LeGrad, features": legrad_of_features,
     "attention rollout": rollout,
     "last block, mean over heads": lambda seen: seen.read(seen.maps[-1].mean(0)),
     "last block, times length of values": by_values,
     "last block, head of least entropy": least_entropy,
     "all blocks, mean": lambda seen: seen.read(torch.stack(seen.maps).mean((0, 1))),
     "length of keys, last block": lambda seen: seen.keys[0].norm(dim=-1),
-    "length of tokens, last block": lambda seen: seen.tokens[-1][0].detach().norm(dim=-1),
+    "length of tokens, last block": lambda seen: seen.traced.tokens[-1][0].detach().norm(dim=-1),
     "random": lambda seen: torch.rand(len(seen.maps[0][0])),
 }
 

@@ -630,12 +630,12 @@ def test_a_students_gradient_is_of_patches_as_its_maps_are(run):
     student = StudentMaps(RunDirectory(run), "standard")
     assert (student.see(1).extra, student.see(1, split="val").extra) == ((), ["class"])
     found = student.relevance(None, 1)
-    target, beside = found.label, found.rollout
+    target, beside = found.label, found.weights
     tokens = student.grid[0] * student.grid[1]
     assert beside.shape[1:] == (tokens, tokens)
-    whole = LiveMaps.relevance(student, target, 1).rollout
+    whole = LiveMaps.relevance(student, target, 1).weights
     assert torch.equal(beside, whole[:, 1:, 1:])
-    assert student.relevance(None, 1, split="val").rollout.shape[1:] == (tokens + 1, tokens + 1)
+    assert student.relevance(None, 1, split="val").weights.shape[1:] == (tokens + 1, tokens + 1)
 
 
 def test_a_weight_too_small_for_a_number_is_no_hidden_key(run):

@@ -47,7 +47,8 @@ def pictures(tmp_path_factory):
 def saved(folder, seed=0, **sizes):
     """A random ViT with a class token and two registers, as a folder."""
     torch.manual_seed(seed)
-    model = randomised(timm.create_model("vit_tiny_patch16_224", reg_tokens=2, **SIZES | sizes))
+    sizes = dict(reg_tokens=2) | SIZES | sizes
+    model = randomised(timm.create_model("vit_tiny_patch16_224", **sizes))
     save_student(model, folder, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
     return f"local-dir:{folder}"
 
@@ -106,6 +107,40 @@ def test_gradient_weighted_rollout_is_that_of_the_paper(viewer, pictures, target
         np.testing.assert_allclose(shown[layer], expected - one, atol=1e-6)
 
 
+@pytest.mark.parametrize("pooling", [{}, dict(class_token=False, reg_tokens=0, global_pool="avg")])
+def test_what_moves_the_features_is_legrad(pictures, tmp_path, pooling):
+    """Of a model that ends with each block in turn, with derivatives from differences of half the
+    squared length of its output, one weight at a time."""
+    source = saved(tmp_path, num_classes=0, **pooling)
+    live = model_viewer(open_model(source, [pictures], to_look=True)[0]).model("")
+    vit = copy.deepcopy(live.model).double()
+    images = inputs(pictures, "a.png").double()
+    shown = live.relevance(None, 0)
+    blocks = list(vit.blocks)
+    tokens = shown.weights.shape[-1]
+    expected = np.zeros(tokens)
+    for last in range(2):
+        vit.blocks = torch.nn.Sequential(*blocks[: last + 1])
+
+        def half_square(place: tuple, step: float, last: int = last) -> float:
+            def attend(block, attention, x):
+                q, k, v = attention.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+                weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+                if block == last:
+                    weights[0][place] += step
+                return attention.proj((weights @ v).transpose(1, 2).flatten(2))
+
+            with torch.no_grad():
+                return run_blocks(vit, images, attend).square().sum().item() / 2
+
+        slopes = np.zeros((2, tokens, tokens))
+        for place in np.ndindex(*slopes.shape):
+            slopes[place] = (half_square(place, 1e-4) - half_square(place, -1e-4)) / 2e-4
+        expected = expected + slopes.clip(0).mean((0, 1))
+        np.testing.assert_allclose(shown.weights[last, 0], expected, rtol=1e-3, atol=1e-5)
+    assert (shown.label, shown.probability) == (None, None)
+
+
 def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):
     vit = viewer.model("").model
     maps = torch.cat(eager_maps(vit, inputs(pictures, "a.png")))  # [L, H, N, N]
@@ -155,13 +190,63 @@ def test_a_class_has_the_first_of_its_names_that_no_other_class_has(pictures, br
         page.page.close()
 
 
-def test_a_model_without_classes_has_a_page(pictures, browser, tmp_path):
+def test_a_model_without_classes_opens_with_what_moves_its_features(pictures, browser, tmp_path):
+    """With a server and without one."""
     job, _ = open_model(saved(tmp_path, num_classes=0), [pictures], to_look=True)
-    with serving(model_viewer(job)) as address:
+    viewer = model_viewer(job)
+    live = viewer.model("")
+    expected = live.relevance(None, 1).weights[1, 0, 3:]
+    write_page(viewer, tmp_path / "page.html", [1], "train", {"image": 1})
+    with serving(viewer) as address:
+        for url in (f"{address}/", (tmp_path / "page.html").as_uri()):
+            page = Page(browser, url)
+            page.open("image=1")
+            shown = json.loads(page.saved("#json"))
+            np.testing.assert_allclose(np.ravel(shown["map"]), expected, atol=1e-6)
+            assert (shown["head"], shown["query"]) == ("gradient", "class")
+            assert shown["predicted"] is None and shown["class"] is None
+            assert "what moves the features, up to this block" in page.text("#facts")
+            assert "what moves the features in the blocks up to 1, as the class token reads it" in (
+                page.text("#says")
+            )
+            assert page.page.is_hidden("#classes")
+            page.over(5, (4, 4))  # nothing is known of what this patch reads
+            assert "as the class token reads it" in page.text("#panes figcaption")
+            page.over(5, (4, 4), "click")
+            assert (page.state()["query"], page.state()["head"]) == ("5", "mean")
+            page.press("g")
+            assert "query" not in page.state() and "head" not in page.state()
+            assert page.complaints == []
+            page.page.close()
+
+
+def test_a_map_of_features_is_tested_by_how_like_they_stay(pictures, browser, tmp_path):
+    """Painted by numpy, and asked anew."""
+    job, _ = open_model(saved(tmp_path, num_classes=0), [pictures], to_look=True)
+    viewer = model_viewer(job)
+    vit, images = viewer.model("").model, inputs(pictures, "b.png")
+    weights = viewer.model("").relevance(None, 1).weights[1, 0, 3:]
+    patches = weights.topk(3).indices.tolist()
+    grey = images.clone()
+    for patch in patches:
+        y, x = divmod(patch, 4)
+        grey[..., 8 * y : 8 * y + 8, 8 * x : 8 * x + 8] = 0
+    one, other = (vit(each)[0].detach().numpy() for each in (images, grey))
+    cosine = one @ other / np.sqrt((one @ one) * (other @ other))
+    found = viewer.test("", 1, None, patches)
+    assert (found.label, found.whole) == (None, 1)
+    assert found.without == pytest.approx(cosine, abs=1e-5)
+    with serving(viewer) as address:
+        assert get(f"{address}/api/test/1?class=0&patches=1")[0] == 404
+        assert get(f"{address}/api/relevance/1?class=0")[0] == 404
         page = Page(browser, f"{address}/")
-        page.open("image=1&head=1")
-        shown = json.loads(page.saved("#json"))
-        assert shown["predicted"] is None and page.complaints == []
+        page.open("image=1")
+        page.page.click("#test")
+        page.until("document.querySelector('#tested').textContent !== ''")
+        assert page.text("#tested") == (
+            f"features stay {cosine:.2f} alike (cosine); without random patches {found.random:.2f}"
+        )
+        assert page.complaints == []
         page.page.close()
 
 

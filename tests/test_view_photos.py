@@ -186,7 +186,7 @@ def test_it_opens_on_the_gradient_for_the_class_token_or_on_what_there_is(viewer
     save_student(pooled, tmp_path / "pooled", mean=(0.5,) * 3, std=(0.5,) * 3)
     job, _ = open_model(str(tmp_path / "pooled"), [folder / "photos"], to_look=True)
     start = model_viewer(job).about().start
-    assert start == Start(layer=1, head="mean", query=2 * 4 + 2)  # the patch in the middle
+    assert start == Start(layer=1, head="gradient", query="mean")
 
 
 def test_classes_of_imagenet_have_their_names():

@@ -149,22 +149,24 @@ def capture(
 
 @dataclass(frozen=True)
 class Traced:
-    """A forward pass of a ViT from which the relevance for any class can be computed.
+    """A forward pass of a ViT from which the relevance for any score can be computed.
 
     logits  [B, C] of the images, or features of a model without classes
     maps    of the model's first attentions [B, H, T, T] float32, those of its blocks
     values  of the same attentions [B, H, T, d_m], what their maps weigh
+    tokens  that each block puts out [B, T, d]
     """
 
     logits: Tensor
     maps: list[Tensor]
     values: list[Tensor]
+    tokens: list[Tensor]
 
-    def rollout(self, classes: Tensor) -> Tensor:
-        """:func:`gradient_rollout` for one class of each image, int64 [B]."""
-        chosen = self.logits.gather(1, classes[:, None]).sum()
-        gradients = torch.autograd.grad(chosen, self.maps, retain_graph=True)  # for other classes
-        identity = torch.eye(self.maps[0].shape[-1], device=classes.device)
+    def rollout(self, score: Tensor) -> Tensor:
+        """:func:`gradient_rollout` for a score: a number that was computed from the pass, the sum
+        over images."""
+        gradients = torch.autograd.grad(score, self.maps, retain_graph=True)  # for other scores
+        identity = torch.eye(self.maps[0].shape[-1], device=score.device)
         relevance = identity
         steps = []
         for map, gradient in zip(self.maps, gradients, strict=True):
@@ -173,28 +175,51 @@ class Traced:
             steps.append(relevance - identity)
         return torch.stack(steps, 1)
 
+    def legrad(self, score: Callable[[Tensor], Tensor]) -> Tensor:
+        """The relevance of each token for a score of what a block puts out.
+
+        score  makes one number, the sum over images, of the tokens [B, T, d] of any block, as if it
+               were the last
+
+        Returns float32 [B, L, T]: the sums up to each block of *Bousselham et al. 2024, LeGrad
+        (arXiv 2404.03214)*: of the positive gradient of the block's score by its own map, mean over
+        heads and queries.
+        """
+        steps = []
+        for tokens, map in zip(self.tokens, self.maps, strict=True):
+            [gradient] = torch.autograd.grad(score(tokens), map, retain_graph=True)
+            steps.append(gradient.clamp_min(0).mean((1, 2)))
+        return torch.stack(steps, 1).cumsum(1)
+
 
 def trace(model: nn.Module, images: Tensor, blocks: int) -> Traced:
-    """The forward pass of a ViT on images [B, channels, height, width], as the model takes them,
-    with the maps and values of its first ``blocks`` attentions. Raises ValueError for attention
-    that is not fused."""
+    """The forward pass of a timm ViT on images [B, channels, height, width], as the model takes
+    them, with the maps and values of its first ``blocks`` attentions. Raises ValueError for
+    attention that is not fused."""
     maps: list[Tensor] = []
     values: list[Tensor] = []
+    tokens: list[Tensor] = []
 
     def see(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         maps.append(attention_map(query, key, value, *args, **kwargs))
         values.append(value)
         return maps[-1].to(value.dtype) @ value
 
-    with torch.enable_grad(), AttentionReader(see):
-        logits = model(images.detach().clone().requires_grad_())  # so that maps have gradients
+    layers: Any = model.blocks
+    hooks = [layer.register_forward_hook(lambda *call: tokens.append(call[-1])) for layer in layers]
+    try:
+        with torch.enable_grad(), AttentionReader(see):
+            logits = model(images.detach().clone().requires_grad_())  # so that maps have gradients
+    finally:
+        for hook in hooks:
+            hook.remove()
     if len(maps) < blocks:
         raise ValueError(f"{blocks - len(maps)} blocks do not use fused attention")
-    return Traced(logits, maps[:blocks], values[:blocks])
+    return Traced(logits, maps[:blocks], values[:blocks], tokens)
 
 
 def gradient_rollout(model: nn.Module, images: Tensor, classes: Tensor, blocks: int) -> Tensor:
-    """The relevance of each token for each token of a ViT, for one class of each image.
+    """The relevance of each token for each token of a timm ViT, for one class of each image.
 
     images   [B, channels, height, width], as the model takes them
     classes  int64 [B]: the classes whose logits are explained
@@ -205,7 +230,8 @@ def gradient_rollout(model: nn.Module, images: Tensor, classes: Tensor, blocks: 
     heads of (dlogit/dA * A)+ times R, with the attention map A of the block. Raises ValueError for
     attention that is not fused.
     """
-    return trace(model, images, blocks).rollout(classes)
+    traced = trace(model, images, blocks)
+    return traced.rollout(traced.logits.gather(1, classes[:, None]).sum())
 
 
 def _number_of_blocks(model: Any) -> int | None:

@@ -26,6 +26,12 @@ def reads_class_token(model: Any) -> bool:
     return getattr(model, "global_pool", None) == "token" and "class" in names_of_tokens(model)
 
 
+def length_of_features(model: Any, tokens: Tensor) -> Tensor:
+    """Half the squared length of the features that the head of a timm ViT would read if tokens
+    [B, P + T, d] of a block were the last block's; the sum over images."""
+    return model.forward_head(model.norm(tokens), pre_logits=True).square().sum() / 2
+
+
 def probabilities(logits: Tensor) -> Tensor:
     """softmax of logits [..., C], float32. Raises UserError for logits that are no numbers, which
     would be sorted somehow, and which JSON has no word for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from gaupipe.teachers.base import outline
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.vit.attention_maps import use_fused_attention
 from gaupipe.vit.capture import Traced, trace
-from gaupipe.vit.heads import classifies, names_of_tokens, probabilities
+from gaupipe.vit.heads import classifies, length_of_features, names_of_tokens, probabilities
 from stages.look.removal import Tested, without_patches
 from stages.runs.directory import RunDirectory
 from stages.runs.students import recorded_store
@@ -64,12 +64,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Relevance:
-    """What speaks for a class in an image."""
+    """What speaks for a class in an image or, of a model without classes, moves its features."""
 
-    label: int
-    probability: float
-    rollout: Tensor
-    """[L, P + T, P + T], :meth:`gaupipe.vit.capture.Traced.rollout`."""
+    label: int | None
+    probability: float | None
+    weights: Tensor
+    """For a class [L, P + T, P + T], :meth:`gaupipe.vit.capture.Traced.rollout`; for the features
+    [L, 1, P + T], :meth:`gaupipe.vit.capture.Traced.legrad`, as no query reads them alone."""
 
 
 @dataclass
@@ -218,7 +219,7 @@ class LiveMaps:
         given = not isinstance(data.train.source, PreparedImages)
         self.labelled = given or bool((data.train.labels != UNLABELLED).any())
         self.predicts = classifies(model)
-        self.explains = self.predicts
+        self.explains = True
         """Whether there is a :meth:`relevance`."""
         self._latest: tuple[object, Batch, Traced] | None = None
 
@@ -250,20 +251,25 @@ class LiveMaps:
             seen.values = torch.stack(values)
         return seen
 
+    @torch.enable_grad()
     def relevance(self, target: int | None, image: int, *which: Any) -> Relevance:
-        """What speaks for a class, by default the predicted one. ``which`` as in :meth:`see`."""
+        """What speaks for a class, by default the predicted one; of a model without classes what
+        moves the length of its features. ``which`` as in :meth:`see`."""
         self.check_class(target)
         _, traced = self.traced(image, *which)
+        if not self.predicts:
+            legrad = traced.legrad(partial(length_of_features, self.model))
+            return Relevance(None, None, legrad[0, :, None])
         if target is None:
             target = int(traced.logits.argmax())
         probability = round(probabilities(traced.logits[0].detach())[target].item(), 6)
-        return Relevance(target, probability, traced.rollout(torch.tensor([target]))[0])
+        return Relevance(target, probability, traced.rollout(traced.logits[0, target])[0])
 
     def without(
         self, patches: Sequence[int], target: int | None, image: int, *which: Any
     ) -> Tested:
-        """What the probability of a class, by default the predicted one, is without some patches.
-        ``which`` as in :meth:`see`."""
+        """What the model says of a class, by default the predicted one, without some patches; of a
+        model without classes how like its features are. ``which`` as in :meth:`see`."""
         self.check_class(target)
         return without_patches(
             self.model, self.batch(image, *which).images, patches, target, self.grid
@@ -271,8 +277,9 @@ class LiveMaps:
 
     def check_class(self, target: int | None) -> None:
         """Raises UserError for a class that there is not."""
-        if target is not None and target >= self.model.num_classes:
-            raise UserError(f"class {target}: {self.name} has {self.model.num_classes} classes")
+        classes = self.model.num_classes if self.predicts else 0
+        if target is not None and target >= classes:
+            raise UserError(f"class {target}: {self.name} has {classes} classes")
 
     def traced(
         self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
@@ -368,7 +375,7 @@ class StudentMaps(LiveMaps):
         found = super().relevance(target, image, views, view, split)
         if self.no_teacher(views, split) is None:
             prefix = len(self.extra)
-            found = replace(found, rollout=found.rollout[:, prefix:, prefix:])
+            found = replace(found, weights=found.weights[:, prefix:, prefix:])
         return found
 
     def no_teacher(self, views: Drawing | None, split: str = "train") -> str | None:

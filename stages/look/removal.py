@@ -1,4 +1,4 @@
-"""What a prediction loses without some of an image's patches.
+"""What a prediction, or features, lose without some of an image's patches.
 
 Axis letters: B images, T patches.
 """
@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
-from gaupipe.vit.heads import probabilities
+from gaupipe.vit.heads import classifies, probabilities
 
 SHARE = 0.2
 """Of the patches that are removed: those in which a map is largest, or random ones."""
@@ -23,9 +24,10 @@ RANDOM = 8
 @dataclass(frozen=True)
 class Tested:
     """Probabilities of a class: of the whole image, without some patches, and without as many
-    random ones, the mean of :data:`RANDOM` draws."""
+    random ones, the mean of :data:`RANDOM` draws. Of a model without classes, whose ``label`` is
+    None, cosines of the features with those of the whole image."""
 
-    label: int
+    label: int | None
     whole: float
     without: float
     random: float
@@ -48,16 +50,21 @@ def painted(
 def without_patches(
     model: Any, image: Tensor, patches: Sequence[int], label: int | None, grid: tuple[int, int]
 ) -> Tested:
-    """What the probability of a class, by default the predicted one, is without ``patches`` of an
-    image [1, channels, height, width]. The random ones are the same at every call."""
+    """What a model says of a class, by default the predicted one, or how like its features are,
+    without ``patches`` of an image [1, channels, height, width]. The random ones are the same at
+    every call."""
     count = grid[0] * grid[1]
     draw = torch.Generator().manual_seed(0)
     hidden = torch.zeros(RANDOM + 2, count, dtype=torch.bool)  # the first hides nothing
     hidden[1, list(patches)] = True
     for row in hidden[2:]:
         row[torch.randperm(count, generator=draw)[: len(patches)]] = True
-    logits = model(painted(image, hidden, grid))
-    if label is None:
-        label = int(logits[0].argmax())
-    whole, without, *random = probabilities(logits)[:, label].tolist()
+    outputs = model(painted(image, hidden, grid))  # [RANDOM + 2, C], or features
+    if classifies(model):
+        if label is None:
+            label = int(outputs[0].argmax())
+        shares = probabilities(outputs)[:, label]
+    else:
+        shares = cosine_similarity(outputs.float(), outputs[:1].float())
+    whole, without, *random = shares.tolist()
     return Tested(label, round(whole, 6), round(without, 6), round(sum(random) / RANDOM, 6))

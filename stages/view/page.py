@@ -85,9 +85,9 @@ class EmbeddedImage:
 
     maps: dict[str, list[str]]
     """Of each model, under "" the stored ones."""
-    relevance: dict[str, list[dict[int, str]]]
+    relevance: dict[str, list[dict[int | None, str]]]
     """Of each model for the classes that it finds likeliest, as the query reads them that the page
-    opens with."""
+    opens with; under None for the features of a model without classes."""
     pixels: list[str]
     """URLs of the pictures."""
     file: str | None
@@ -117,8 +117,10 @@ def embedded_image(viewer: Viewer, image: int, split: str) -> EmbeddedImage:
     )
 
 
-def explanations(viewer: Viewer, name: str, image: int, view: int, split: str) -> dict[int, str]:
-    """What speaks for each of the likeliest classes."""
+def explanations(
+    viewer: Viewer, name: str, image: int, view: int, split: str
+) -> dict[int | None, str]:
+    """What speaks for each of the likeliest classes, or moves the features."""
     likely = viewer.likely(name, image, view, split)
     return {
         label: encoded(viewer.relevance(name, image, label, view, split, pack_small, whole=False))

@@ -161,12 +161,9 @@ class Viewer:
         )
 
     def start_state(self) -> Start:
-        """What the page opens with: the last block; the rollout weighted by the gradient of the
-        predicted class where a model has classes, else the mean over heads; for the class token
-        where the model's head reads it, else for all patches.
-
-        Looked at in 30 photos of clothes and of scikit-learn with DeiT-Ti: the gradient showed the
-        object most often, where the mean of the last block shows a few patches of background."""
+        """What the page opens with: the last block; what speaks for the predicted class, or moves
+        the features, where a model computes the maps, else the mean over heads; for the class token
+        where the model's head reads it, else for all patches. docs/results/maps.md says why."""
         shown = self.shown()
         height, width = shown.grid
         query: str | int = height // 2 * width + width // 2
@@ -331,15 +328,16 @@ class Viewer:
             "compared": compared,
             "no_teacher": seen.no_teacher if self.stored else None,
             "explains": shown.explains,
-            "tests": isinstance(shown, LiveMaps) and shown.predicts,
+            "tests": isinstance(shown, LiveMaps),
             "crop": self._photo(image, view, split)[1] if self._data else WHOLE,
         }
         return packed(header, {name: array.numpy() for name, array in arrays.items()})
 
-    def likely(self, name: str, image: int, view: int = 0, split: str = "train") -> Sequence[int]:
-        """The likeliest classes of an image, as a model sees it."""
+    def likely(self, name: str, image: int, view: int = 0, split: str = "train") -> Sequence[Any]:
+        """The likeliest classes of an image, as a model sees it; None in place of classes where it
+        has none."""
         seen = self.model(name).see(image, *self._which(view, split))
-        return seen.prediction(MOST_LIKELY).likely
+        return seen.prediction(MOST_LIKELY).likely or [None]
 
     def title_of(self, image: int, split: str) -> str | None:
         """The name of an image's file; None of an image without one."""
@@ -452,22 +450,22 @@ class Viewer:
         packed: Pack = pack,
         whole: bool = True,
     ) -> bytes:
-        """Gradient-weighted rollout for a class, by default the predicted one: ``relevance`` [L, P
-        + T, P + T] float32, or [L, 1, P + T], what the query reads that the page opens with, where
-        the ``whole`` is not asked for."""
+        """What speaks for a class, by default the predicted one, or moves the features:
+        ``relevance`` [L, P + T, P + T] float32, or [L, 1, P + T], what the query reads that the
+        page opens with, of features and where the ``whole`` is not asked for."""
         live = self.model(name)
         self.check(image, view, split)
         with self._one_at_a_time:
             found = live.relevance(target, image, *self._which(view, split))
-        rollout = found.rollout
-        if not whole:
-            extra = rollout.shape[-1] - math.prod(live.grid)  # 0 beside a teacher's patches
+        weights = found.weights
+        if not whole and found.label is not None:
+            extra = weights.shape[-1] - math.prod(live.grid)  # 0 beside a teacher's patches
             if extra and self.start_state().query == "x0":
-                rollout = rollout[:, :1]
+                weights = weights[:, :1]
             else:
-                rollout = rollout[:, extra:].mean(1, keepdim=True)
+                weights = weights[:, extra:].mean(1, keepdim=True)
         header = {"class": found.label, "probability": found.probability}
-        return packed(header, {"relevance": rollout.contiguous().numpy()})
+        return packed(header, {"relevance": weights.contiguous().numpy()})
 
     def test(
         self,
@@ -480,8 +478,6 @@ class Viewer:
     ) -> Tested:
         """What a model says of an image without some patches, and without random ones."""
         live = self.model(name)
-        if not live.predicts:
-            raise UserError(f"{live.name}: predicts no classes")
         self.check(image, view, split)
         count = math.prod(live.grid)
         if not patches or max(patches) >= count:

@@ -26,6 +26,11 @@ export const NUMBERS = [
   { name: "kl", title: "KL", unit: "nats", meaning: "High: the student's head differs from the teacher's." },
 ];
 
+const MOVES = "what moves the features";
+
+/** Whether the gradient is that of the features, for want of classes. */
+const ofFeatures = ({ header }) => header.predicted === null;
+
 /** What a map is called in a sentence. */
 export const called = (maps, layer, head) => `Block ${maps.block(layer)}, ${/^\d/.test(head) ? `head ${head}` : head}`;
 
@@ -70,7 +75,8 @@ export function sentence(app, pane) {
   if (direction === "to") what = `these patches read ${who}`;
   if (head === "gradient") {
     const label = className(maps.explained?.class ?? maps.header.predicted);
-    what = `what speaks for “${label}” in the blocks up to ${maps.block(layer)}, as ${who} reads it`;
+    const moves = ofFeatures(maps) ? MOVES : `what speaks for “${label}”`;
+    what = `${moves} in the blocks up to ${maps.block(layer)}, as ${who} ${query === "mean" ? "read" : "reads"} it`;
   }
   const whose = compared || rival ? `${headline(app, pane)}. ` : "";
   const [h, w] = grid;
@@ -107,6 +113,15 @@ export function renderChips({ own, compared, className }) {
   $("chips").replaceChildren(...chips);
 }
 
+/** What became of a class or of the features without the brightest patches of a map. */
+export function testedText({ label, whole, without, random }, { className }) {
+  if (label === null) {
+    const [one, other] = [without, random].map((cosine) => cosine.toFixed(2));
+    return `features stay ${one} alike (cosine); without random patches ${other}`;
+  }
+  return `${className(label)}: ${percent(whole)} → ${percent(without)}; without random patches ${percent(random)}`;
+}
+
 /** What a picture says of the map that it shows. */
 export function cardLines({ state, maps }, [least, most]) {
   const { layer, head, query, direction } = state;
@@ -116,7 +131,8 @@ export function cardLines({ state, maps }, [least, most]) {
       : typeof query === "number"
         ? "the marked patch"
         : `the ${maps.extra[maps.row(query)]} token`;
-  const words = { mean: "mean over heads", rollout: "rollout", gradient: "gradient rollout" };
+  const gradient = ofFeatures(maps) ? MOVES : "gradient rollout";
+  const words = { mean: "mean over heads", rollout: "rollout", gradient };
   const what = `block ${maps.block(layer)}, ${words[head] ?? `head ${head}`}`;
   const reads = direction === "to" ? `who reads ${who}` : `what ${who} ${query === "mean" ? "read" : "reads"}`;
   const scale = `${least ? least.toPrecision(3) : "0"} to ${most.toPrecision(3)}`;
@@ -127,10 +143,11 @@ export function cardLines({ state, maps }, [least, most]) {
 export function renderFacts({ state, maps, own, className }, query) {
   const { layer, head, direction } = state;
   const [, w] = maps.grid;
+  const moves = ofFeatures(own) ? MOVES : `relevance for ${className(own.explained?.class)}`;
   const words = {
     mean: "mean over heads",
     rollout: "rollout up to this block",
-    gradient: `relevance for ${className(own.explained?.class)}, up to this block`,
+    gradient: `${moves}, up to this block`,
   };
   const facts = [["Map", `block ${maps.block(layer)}, ${words[head] ?? `head ${head}`}`]];
   if (typeof query === "number") {

@@ -2,9 +2,9 @@
 
 import { card } from "./card.js";
 import { renderCharts } from "./charts.js";
-import { $, count, make, percent } from "./dom.js";
+import { $, count, make } from "./dom.js";
 import { paintBar, setColours } from "./draw.js";
-import { cardLines, renderChips, renderFacts, renderHeading, sentence } from "./facts.js";
+import { cardLines, renderChips, renderFacts, renderHeading, sentence, testedText } from "./facts.js";
 import { Gallery } from "./gallery.js";
 import { Grid } from "./grid.js";
 import { listenToKeys } from "./keys.js";
@@ -44,6 +44,8 @@ const app = {
     if ("image" in changes) Object.assign(state, { explain: "top", beside: "none" }); // of that photo
     Object.assign(state, changes);
     if (state.direction !== before.direction && state.query === "mean") state.query = middle(app.maps.grid);
+    const elsewhere = state.query !== DEFAULTS.query || state.direction === "to";
+    if (elsewhere && !("head" in changes) && isSingle()) state.head = "mean"; // there is one of any query
     const changed = Object.keys(DEFAULTS).filter((name) => before[name] !== state[name]);
     if (changed.some((name) => RELOAD.includes(name))) {
       say("");
@@ -96,6 +98,9 @@ const app = {
 const gallery = new Gallery(source, app);
 const grid = new Grid(app);
 const stage = new Stage(app);
+
+/** Whether the gradient is shown, and known for one query alone. */
+const isSingle = () => app.state.head === "gradient" && Boolean(app.maps?.single);
 
 function writeAddress(push = false) {
   const address = formatState(app.state, app.own?.header.file);
@@ -268,8 +273,8 @@ function render() {
   $("no-teacher").textContent = `No teacher beside ${header.name}: ${header.no_teacher}.`;
   $("show-choice").hidden = !app.compared;
   $("test-choice").hidden = !header.tests || source.offline;
-  $("classes").hidden = !header.explains;
-  if (header.explains) renderChips(app);
+  $("classes").hidden = !header.explains || header.predicted === null;
+  if (!$("classes").hidden) renderChips(app);
   fillExplained();
   const tokens = maps.extra.map((name, p) => [`x${p}`, name === "class" ? "class token" : name]);
   const buttons = [...tokens, ["mean", "all patches"]].map(([query, name]) =>
@@ -308,9 +313,7 @@ async function test() {
   try {
     const found = await source.test(state, label, patches);
     if (app.own !== own) return;
-    const [whole, without, random] = [found.whole, found.without, found.random].map(percent);
-    const text = `${app.className(label)}: ${whole} → ${without}; without random patches ${random}`;
-    app.tested = { patches, text };
+    app.tested = { patches, text: testedText(found, app) };
     renderMaps();
   } catch (error) {
     if (error.unreachable) fail(error);
@@ -334,14 +337,15 @@ function fillExplained() {
 function renderMaps() {
   const { state, maps, own, compared, rival, picture, hovered } = app;
   const query = hovered ?? state.query;
+  const large = isSingle() ? state.query : query;
   const panes = [{ name: own.header.name, maps: own, picture }];
   if (compared) panes.unshift({ name: "teacher", maps: compared, picture });
   if (rival && state.head === "gradient") panes.push({ name: own.header.name, maps: rival, picture });
-  stage.render(panes, query);
+  stage.render(panes, large);
   $("tested").textContent = app.tested?.text ?? "";
   grid.render(maps, query);
   if (hovered === null) $("says").textContent = stage.shown.map(app.says).join(" ");
-  renderFacts(app, query);
+  renderFacts(app, large);
 }
 
 let watches = 0;

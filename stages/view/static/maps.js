@@ -17,7 +17,7 @@ export class Maps {
     if (header.blocks.every((number, layer) => number === layer)) this.columns.push("rollout");
     if (header.explains) this.columns.push("gradient");
     this.relevance = null; // for the "gradient" of a class, which the server computes on its own
-    this.explained = null; // that class and its probability
+    this.explained = null; // that class, null for features, and its probability
     this.means = new Map();
   }
 
@@ -74,7 +74,8 @@ export class Maps {
     return this.means.get(key).weights;
   }
 
-  /** Whether the gradient is known for one query alone, as in a page without a server. */
+  /** Whether the gradient is known for one query alone: that of features, or in a page without a
+   * server. */
   get single() {
     return this.relevance?.shape[1] === 1;
   }

@@ -84,16 +84,16 @@ class Server {
     return this.message(`api/image/${state.image}?${asked(state, "view", "split", "student")}`);
   }
 
-  /** What speaks for a class, for "" the predicted one. */
+  /** What speaks for a class, for "" the predicted one, or moves the features where there are none. */
   relevance(state, label = "") {
     const what = asked(state, "view", "split", "student");
     return this.message(`api/relevance/${state.image}?class=${label}&${what}`);
   }
 
-  /** What a class's probability is without some patches. */
+  /** What a class's probability is without some patches or, without a class, how like the features are. */
   test(state, label, patches) {
     const what = asked(state, "view", "split", "student");
-    return this.json(`api/test/${state.image}?class=${label}&patches=${patches.join()}&${what}`);
+    return this.json(`api/test/${state.image}?class=${label ?? ""}&patches=${patches.join()}&${what}`);
   }
 
   pixels({ image, view, split }, side = 1600) {
