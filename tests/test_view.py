@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+import platform
 import re
 import resource
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -196,6 +198,29 @@ def test_it_ends_with_ctrl_c(written, in_process, monkeypatch):
     code, out, err = in_process("view", written[0], "--no-open", "--port", port)
     assert (code, err) == (0, "") and seen["kind"] == "gaussian"
     assert out.startswith(f"http://127.0.0.1:{port}/{'0' * 16}/ ")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
+def test_threads_share_a_heap():
+    """By glibc's own count of heaps, of which four threads would make four more."""
+    program = """if 1:
+        import ctypes, threading
+        from gaupipe.system.machine import share_one_heap
+        share_one_heap()
+        together = threading.Barrier(4)
+
+        def work():
+            blocks = [bytes(2000) for _ in range(1000)]
+            together.wait()
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        ctypes.CDLL(None).malloc_stats()
+    """
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr
+    assert said.count("Arena") == 1
 
 
 def test_a_port_in_use_is_one_line(written, in_process):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from gaupipe.system import distributed
 
 CGROUP = Path("/sys/fs/cgroup")
+
+M_ARENA_MAX = -8
+"""glibc's number of a setting of mallopt, from its malloc.h."""
 
 jobs = 1
 """Trainings that one command has at work on this machine at the same time, each in a process."""
@@ -41,6 +46,16 @@ def free_disk(folder: Path) -> int:
     while not os.path.exists(folder):  # one that may not be searched counts as not there
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def share_one_heap() -> None:
+    """Has all threads of this process allocate from one heap. glibc would give each its own, which
+    keeps what that thread once needed. Does nothing where there is no glibc."""
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, 1)
 
 
 def available_memory(

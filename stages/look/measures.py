@@ -66,7 +66,7 @@ def numbers(maps: Tensor, grid: tuple[int, int], values: Tensor | None) -> dict[
     patches = maps[..., -height * width :, -height * width :]
     share, key = maps.mean(-2).max(-1)
     found = {
-        "entropy": -torch.xlogy(maps, maps).sum(-1).mean(-1),
+        "entropy": torch.special.entr(maps).sum(-1).mean(-1),
         "distance": (patches * distances).sum((-1, -2)) / patches.sum((-1, -2)),
         "share": share,
     }

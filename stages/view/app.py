@@ -3,15 +3,17 @@ files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -37,9 +39,18 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+THREADS = 3
+"""On which answers are computed: each holds a whole photo, and the memory that it once needed."""
 MOST_BYTES = 100_000_000
 """Of an image that is dropped on the page."""
 Answer = Callable[[SimpleNamespace], Mapping[str, Any] | bytes | tuple[bytes, str]]
+
+
+@contextlib.asynccontextmanager
+async def few_threads(app: Starlette) -> AsyncIterator[None]:
+    """Leaves the server :data:`THREADS`, where it would take 40."""
+    current_default_thread_limiter().total_tokens = THREADS
+    yield
 
 
 async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Response:
@@ -123,6 +134,7 @@ def make_app(viewer: Viewer) -> Starlette:
     routes.append(Route("/api/images", add, methods=["POST"]))
     page = Mount("/", StaticFiles(directory=Path(STATIC), html=True))
     return Starlette(
+        lifespan=few_threads,
         routes=[Mount(f"/{viewer.token}", routes=[*routes, page])],
         middleware=[
             Middleware(BaseHTTPMiddleware, dispatch=with_headers),

@@ -92,7 +92,7 @@ def pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
     most of each row."""
     entries = {name: [each.dtype.name, each.shape, each.nbytes] for name, each in arrays.items()}
     text = json.dumps(header | {"arrays": entries}).encode()
-    contents = [array.tobytes() for array in arrays.values()]
+    contents = [np.ascontiguousarray(array).data for array in arrays.values()]
     return b"".join([struct.pack("<I", len(text)), text, *contents])
 
 

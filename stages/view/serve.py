@@ -17,6 +17,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from gaupipe.system.imports import pip_install
+from gaupipe.system.machine import share_one_heap
 from gaupipe.system.messages import LOG
 from gaupipe.teachers.files import FilesTeacher, images_of, open_model
 from stages.look.image_maps import LiveMaps, StudentMaps
@@ -172,6 +173,7 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
             f"view: the package {error.name} is missing: {pip_install('view')}; --html works "
             "without"
         ) from None
+    share_one_heap()
     listening = bound(port)
     viewer.command = shlex.join(["gaupipe", *sys.argv[1:]])
     address = f"http://{HOST}:{listening.getsockname()[1]}/{viewer.token}/"

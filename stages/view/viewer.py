@@ -46,6 +46,8 @@ PHOTO = 1600
 """Pixels a side of the largest picture of an image."""
 SMALL = 256
 """Pixels a side up to which a picture is sent as it is."""
+THUMBNAIL = 160
+"""Pixels a side of a picture in the gallery, as in static/gallery.js."""
 QUALITY = 88
 MOMENT = 0.4
 """Seconds after an answer in which nothing is read ahead."""
@@ -102,7 +104,7 @@ class Viewer:
         self.extend = extend
 
         self._dropped: tempfile.TemporaryDirectory[str] | None = None
-        self._photo = lru_cache(maxsize=8)(self._open_photo)  # maps and pixels are asked for apart
+        self._photo = lru_cache(maxsize=2)(self._open_photo)  # maps and pixels are asked for apart
         self._opened: dict[str, LiveMaps] = {}
         self._galleries: dict[tuple[str, str], Gallery] = {}
         self._names: dict[str, list[str | None]] = {}
@@ -369,7 +371,8 @@ class Viewer:
         """The picture of an image at no more than ``side`` pixels a side, and its media type: PNG,
         but JPEG where it was made smaller."""
         self.check(image, view, split)
-        picture, _ = self._photo(image, view, split)
+        taken = self._photo if side > THUMBNAIL else self._open_photo  # of which a page has many
+        picture, _ = taken(image, view, split)
         file = io.BytesIO()
         if max(picture.size) <= SMALL:
             picture.save(file, "PNG")
