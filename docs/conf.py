@@ -47,6 +47,8 @@ html_theme = "furo"
 html_title = f"gaupipe {version}"
 html_show_copyright = html_copy_source = html_show_sourcelink = False
 
+PHOTOS = "photos.html"
+"""A page of docs/figures/photos.py; the first page links it if the site's folder has it."""
 PAGE = re.compile(r"^\* \[(.+?)\]\((.+?)\.md\)", re.MULTILINE)
 NAME = re.compile(r"^\w+\.[\w.]+\w$", re.MULTILINE)
 
@@ -86,6 +88,13 @@ def described(name: re.Match) -> str:
 def read(app: Sphinx, page: str, source: list[str]) -> None:
     """Adds to three pages what only the site has."""
     if page == root_doc:
+        if (Path(app.outdir) / PHOTOS).exists():
+            picture = re.search(r"^!\[.*\n", source[0], re.MULTILINE)
+            assert picture is not None
+            link = (
+                f'\n<a href="{PHOTOS}">Open this page with five photos, without installing it</a>\n'
+            )
+            source[0] = source[0][: picture.end()] + link + source[0][picture.end() :]
         source[0] += menu((Path(app.srcdir) / "docs/README.md").read_text())
     elif page == "docs/reference":
         names = (Path(app.srcdir) / "docs/public_names.txt").read_text()

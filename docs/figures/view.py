@@ -3,9 +3,8 @@
     python docs/figures/view.py MODEL FOLDER
 
 MODEL is a ViT with weights, as `gaupipe view --model` takes it; the pictures in the repository are
-of deit_tiny_patch16_224.fb_in1k. The photo is one that scikit-learn ships. The other pictures are
-of a run on the digits. FOLDER gets the photos and the run, or has them. Needs the extra `test`
-and a chromium.
+of deit_tiny_patch16_224.fb_in1k. FOLDER gets the photos, or has them. Needs the extra `test` and a
+chromium.
 """
 
 from __future__ import annotations
@@ -21,32 +20,22 @@ from typing import Literal
 
 import numpy as np
 from matplotlib import colormaps
+from photos import make_photos
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 from sklearn.cluster import KMeans
-from sklearn.datasets import load_sample_image
 
 FIGURES = Path(__file__).parent
-DESKTOP = (1280, 800)
-OF_PHOTOS = {
-    "view": (DESKTOP, "image=china.png"),
-    "view_tested": (DESKTOP, "image=china.png&style=squares"),
-    "view_patch": (DESKTOP, "image=china.png&layer=6&head=2&query=90"),
+WIDTH, HEIGHT = 1280, 800
+CENTRE = (256, 60, 906, 606)
+"""The part of the page that has the photo, its classes and its captions."""
+SHOTS = {
+    "classes": "image=cat_and_coffee.jpg&explain=285&beside=967",  # Egyptian cat, espresso
+    "view": "image=china.png",
+    "view_tested": "image=china.png&style=squares",
+    "view_patch": "image=china.png&layer=6&head=2&query=90",
 }
 DARK = {"view_patch"}
-OF_DIGITS = {
-    "view_student": (DESKTOP, "image=3&layer=1&head=1&query=6&style=squares"),
-    "view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=6&style=squares&student="),
-}
-
-
-def gaupipe(*arguments: str | Path) -> None:
-    subprocess.run([sys.executable, "-m", "gaupipe", *map(str, arguments)], check=True)
-
-
-def make_photos(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    Image.fromarray(load_sample_image("china.jpg")).save(folder / "china.png")
 
 
 @contextmanager
@@ -62,10 +51,9 @@ def served(*arguments: str | Path) -> Iterator[str]:
         process.wait()
 
 
-def screenshot(browser: Browser, address: str, name: str, size: tuple[int, int]) -> None:
-    width, height = size
+def screenshot(browser: Browser, address: str, name: str) -> None:
     scheme: Literal["light", "dark"] = "dark" if name in DARK else "light"
-    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
     page.goto(address)
     page.wait_for_selector("html[data-ready]")
     page.wait_for_selector("#thumbs img")
@@ -75,6 +63,8 @@ def screenshot(browser: Browser, address: str, name: str, size: tuple[int, int])
         page.click("#test")
         page.wait_for_selector("#tested:not(:empty)")
     picture = Image.open(BytesIO(page.screenshot())).convert("RGB")
+    if name == "classes":
+        picture = picture.crop(CENTRE)
     path = FIGURES / f"{name}.png"
     small(picture).save(path, optimize=True)
     print(path, path.stat().st_size)
@@ -94,18 +84,14 @@ def small(picture: Image.Image) -> Image.Image:
 
 
 def main(model: str, folder: Path) -> None:
-    if not (folder / "digits").exists():
-        make_photos(folder / "photos")
-        gaupipe("run", "digits", "--run-dir", folder / "digits")
-    photos_options = "--model", model, "--images", folder / "photos"
+    if not folder.exists():
+        make_photos(folder)
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        pages = (photos_options, OF_PHOTOS), (("--run-dir", folder / "digits"), OF_DIGITS)
-        for arguments, shots in pages:
-            with served(*arguments) as address:
-                for name, (size, state) in shots.items():
-                    screenshot(browser, f"{address}#{state}", name, size)
+        with served("--model", model, "--images", folder) as address:
+            for name, state in SHOTS.items():
+                screenshot(browser, f"{address}#{state}", name)
         browser.close()
 
 
