@@ -202,17 +202,20 @@ def test_maps_within_two_standard_errors_of_the_best_are_bold(collect):
         "worse": photos + noise + 2.1 * error,
     }
     rows = [
-        {"title": name, "photos": {"removed": list(values)}} for name, values in measured.items()
+        {"title": name, "photos": {"removed, grey": list(values)}}
+        for name, values in measured.items()
     ]
     lines = collect.table_of_maps(rows).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines if "**" in line] == ["best", "as good"]
     spread = photos.std(ddof=1) / 10
     assert f"**{photos.mean():.3f} ± {spread:.3f}**" in lines[0]
-    kept = [{"title": row["title"], "photos": {"kept": row["photos"]["removed"]}} for row in rows]
-    [line] = [
-        line for line in collect.table_of_maps(kept).splitlines() if line.startswith("| worse")
+    inside = [
+        {"title": row["title"], "photos": {"inside": row["photos"]["removed, grey"]}}
+        for row in rows
     ]
-    assert "**" in line  # where higher is better
+    head, _, line = collect.table_of_maps([*rows, *inside], ["worse"]).splitlines()
+    assert head == "| map | removed, grey | inside |"
+    assert [cell.count("**") for cell in line.split("|")[2:4]] == [0, 2]  # higher is better inside
 
 
 def test_the_front_has_the_rows_above_which_no_cheaper_one_lies(script, tmp_path):

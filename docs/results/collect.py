@@ -40,9 +40,9 @@ A table of retests is of the rows of ``benchmarks/retest.py``; names are those t
     <!-- retests retest.json data=digits epochs=12 "table, sampled" predicted -->
     <!-- /retests -->
 
-A table of maps has what ``benchmarks/explain.py`` measured of each map, photo by photo:
+A table of maps has what ``benchmarks/explain.py`` measured of each map that is named:
 
-    <!-- maps explain.json data=imagenet-sample-images -->
+    <!-- maps explain.json "gradient rollout" random -->
     <!-- /maps -->
 """
 
@@ -78,6 +78,9 @@ TABLE = re.compile(
     r".*?(<!-- /(?P=kind) -->)",
     re.DOTALL,
 )
+
+PARTS_OF_MAPS = ("removed, grey", "kept, grey", "inside")
+"""Of what ``benchmarks/explain.py`` measures of a map, what a table shows."""
 
 Training = dict[str, Any]
 
@@ -350,23 +353,27 @@ def mean_and_std(numbers: list[float]) -> str:
     return f"{result.mean:.1f} ± {result.std:.1f}"
 
 
-def table_of_maps(maps: list[dict[str, Any]]) -> str:
+def table_of_maps(maps: list[dict[str, Any]], names: list[str] | None = None) -> str:
     """Markdown table of the means over photos that ``benchmarks/explain.py`` measured of each map,
-    with their standard errors; the best of a column is bold, and so is what is within two standard
-    errors of it, photo by photo."""
-    parts = list(maps[0]["photos"])
-    lines = [f"| map | {' | '.join(parts)} |", "|---" * (1 + len(parts)) + "|"]
-    bold = {}
-    for part in parts:
-        photos = {row["title"]: row["photos"][part] for row in maps}
-        bold[part] = best_maps(photos, lower=part.startswith(("removed", "border")))
+    with their standard errors. The best of a column is bold, and so is what is within two standard
+    errors of it, photo by photo; names are the maps that are shown."""
+    photos: dict[str, dict[str, list[float]]] = {part: {} for part in PARTS_OF_MAPS}
     for row in maps:
+        for part in photos.keys() & row["photos"].keys():
+            photos[part][row["title"]] = row["photos"][part]
+    photos = {part: measured for part, measured in photos.items() if measured}
+    bold = {
+        part: best_maps(measured, lower=part.startswith("removed"))
+        for part, measured in photos.items()
+    }
+    lines = [f"| map | {' | '.join(photos)} |", "|---" * (1 + len(photos)) + "|"]
+    for title in names or dict.fromkeys(row["title"] for row in maps):
         cells = []
-        for part in parts:
-            mean, error = mean_and_error(row["photos"][part])
+        for part, measured in photos.items():
+            mean, error = mean_and_error(measured[title])
             cell = f"{mean:.3f} ± {error:.3f}"
-            cells.append(f"**{cell}**" if row["title"] in bold[part] else cell)
-        lines.append(f"| {row['title']} | {' | '.join(cells)} |")
+            cells.append(f"**{cell}**" if title in bold[part] else cell)
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
