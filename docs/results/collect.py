@@ -316,7 +316,8 @@ def table(
     numbers_of_seeds = {len(runs) for runs in groups.values()}
     if len(numbers_of_seeds) == 1:
         needless.add("seeds")
-        head[0] = f"row ({numbers_of_seeds.pop()} seeds)"
+        seeds = numbers_of_seeds.pop()
+        head[0] = f"row ({seeds} seed{'s' * (seeds > 1)})"
     if all("test" in run for runs in groups.values() for run in runs):
         needless.add("validation")
     columns = [
