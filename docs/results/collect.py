@@ -198,7 +198,7 @@ def table_of_retests(rows: list[Training], names: list[str] | None = None) -> st
     """Markdown table of how well two fits of the same images agree, means over seeds."""
     lines = [
         "| parameters | seeds | same image | another of its class | nearest is the image's own "
-        "| of its class | right with none | with another image's |",
+        "| of its class | right without | right with another's |",
         "|---" * 8 + "|",
     ]
     fits = by_row_and_seed(rows)
