@@ -27,7 +27,7 @@ MODEL = (64, 2, 132_000)
 GPU_MODEL = (192, 9, 600_000)
 STEM = "residual"
 """With it two blocks end as high as four, and above four blocks behind the conv stem
-(unlabelled.json, stem.json)."""
+(unlabelled.json, local.json)."""
 # ---- a slice of a teacher, by whether there is a GPU: (embed_dim, depth)
 SLICE = {False: (96, 4), True: (192, 9)}
 NARROWEST_HEAD = 16
