@@ -147,7 +147,7 @@ class Keys(Numbers):
             raise BadNumbers(0, f"are {values.dtype}; they must be whole numbers")
         _refuse_outside(values, self.tokens)
         keys = np.ascontiguousarray(values, self.dtype)
-        in_order = np.sort(keys, axis=-1)
+        in_order = np.sort(keys.astype(np.uint32), axis=-1)  # by vector instructions
         twice = in_order[..., 1:] == in_order[..., :-1]
         _refuse(twice, "has a key twice in one row")
         return keys

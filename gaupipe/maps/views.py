@@ -23,25 +23,25 @@ left of it is what the stored numbers' rounding left."""
 
 def top_k(maps: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest keys of each row of maps [..., T] float32 or narrower, largest first, and of
-    equal ones the first: (keys [..., k] int64, weights [..., k] of the maps' dtype). On a GPU
-    torch chooses among equal ones."""
+    equal ones the first: (keys [..., k], whole numbers, weights [..., k] of the maps' dtype).
+
+    On a CPU the last bits of a float32 number, as many as T - 1 has, are cut off and play no part:
+    8 of 24 for 196 tokens, where float16 keeps 11. On a GPU torch chooses among equal ones.
+    """
     if maps.device.type != "cpu":
         weights, keys = maps.topk(k, dim=-1)
         return keys, weights
-    # numpy sorts whole rows by vector instructions, in a third of the time that torch takes to
-    # find k numbers. A weight as a double leaves its lower 29 bits free, which take the key; the
-    # bits of numbers that are not negative are in the order of the numbers.
+    # numpy sorts whole rows by vector instructions, in a tenth of the time that torch takes to find
+    # k numbers. The key takes the place of the last bits; the bits of numbers that are not negative
+    # are in the order of the numbers.
     last = maps.shape[-1] - 1
-    bits = maps.double().numpy().view(np.int64)
-    bits |= np.arange(last, -1, -1)
+    key_bits = (1 << last.bit_length()) - 1
+    bits = maps.float().numpy().view(np.int32) & ~key_bits
+    bits |= np.arange(last, -1, -1, dtype=np.int32)
     bits = np.sort(bits, axis=-1)[..., : -k - 1 : -1]
-    keys = torch.from_numpy(last - (bits & KEY_BITS))
-    weights = torch.from_numpy((bits & ~KEY_BITS).view(np.float64))
+    keys = torch.from_numpy(last - (bits & key_bits))
+    weights = torch.from_numpy((bits & ~key_bits).view(np.float32))
     return keys, weights.to(maps.dtype)
-
-
-KEY_BITS = (1 << 29) - 1
-"""Of a float32 number as a double, those that are 0."""
 
 
 def from_top_k(keys: Tensor, weights: Tensor, tokens: int) -> Tensor:

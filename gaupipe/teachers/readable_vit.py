@@ -218,10 +218,14 @@ class ReadableViT(PredictingModel):
         maps: dict[int, Tensor] = {}
         numbers = itertools.count()
 
-        def see(*args: Any, **kwargs: Any) -> None:
+        def see(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             number = next(numbers)
-            if layers is None or number in layers:
-                maps[number] = attention_map(*args, **kwargs)
+            if layers is not None and number not in layers:
+                return None
+            maps[number] = attention_map(query, key, value, *args, **kwargs)
+            if maps[number].shape[1] != value.shape[1]:  # grouped queries
+                return None
+            return maps[number].to(value.dtype) @ value  # so that no attention is computed twice
 
         with AttentionReader(see):
             return self.model.forward_features(images), maps
