@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import resource
 import shutil
 import struct
@@ -20,7 +21,7 @@ from gaupipe.data import decoding
 from gaupipe.data import images as image_files
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
-from gaupipe.data.prepared import reader
+from gaupipe.data.prepared import PreparedImages, reader
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
@@ -663,6 +664,15 @@ def test_a_line_of_pixels_is_cut_before_it_is_resized(root, wide):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < 500_000  # kB
     for image in (square, prepared):
         torch.testing.assert_close(image.float(), expected, rtol=0, atol=2)
+
+
+def test_images_prepared_for_a_model_can_be_read_by_another_process(root):
+    path = root / "train/cat/0.bmp"
+    transform = {"input_size": (3, 16, 16), "interpolation": "bilinear"}
+    images = PreparedImages([path], transform)
+    [expected], _ = images.__getitems__([0])
+    [read], _ = pickle.loads(pickle.dumps(images)).__getitems__([0])
+    assert torch.equal(read, expected)
 
 
 # the digest

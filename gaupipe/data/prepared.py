@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +108,16 @@ def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path]
     to_tensor: Any = create_transform(**transform, normalize=normalize)
     grey = transform["input_size"][0] == 1
     keeps_middle = transform.get("crop_mode", "center") == "center"
+    return partial(_read, to_tensor, grey, keeps_middle)  # unlike a closure it goes to a worker
 
-    def read(path: Path) -> Tensor:
-        with refusing(str(path)):
-            with path.open("rb") as file:
-                image = read_rgb(file)
-            if keeps_middle:
-                image = without_ends(image)
-            if grey:
-                image = image.convert("L")
-            tensor: Tensor = to_tensor(image)
-        return tensor
 
-    return read
+def _read(to_tensor: Any, grey: bool, keeps_middle: bool, path: Path) -> Tensor:
+    with refusing(str(path)):
+        with path.open("rb") as file:
+            image = read_rgb(file)
+        if keeps_middle:
+            image = without_ends(image)
+        if grey:
+            image = image.convert("L")
+        tensor: Tensor = to_tensor(image)
+    return tensor
