@@ -1,11 +1,14 @@
-"""Time from a click in `gaupipe view --model` to its picture, and the processor's part of it.
+"""Time from a click in `gaupipe view --model` to its picture, the processor's part of it, and the
+server's memory.
 
     python benchmarks/view_clicks.py local-dir:MODEL PHOTOS --rounds 3
     python benchmarks/view_clicks.py vit_base_patch16_224 PHOTOS --random-weights
 
-Every round starts a server, opens its page in a Chromium and clicks. A line for each click has the
-median and the range in milliseconds, of the clock and of the processor, in server and browser until
-the picture is there. Server and browser have one thread for tensors; the clock also counts what
+Every round starts a server, opens its page in a Chromium, clicks, and moves the pointer over the
+photo. A line for each has the median and the range in milliseconds, of the clock and of the
+processor, in server and browser until the picture is there; the clock of a move is that of the
+page's own work. The memory is the most that was resident, once the first page is there and when all
+photos have been predicted, for which every click waits. Server and browser have one thread for tensors; the clock also counts what
 else runs on the machine, and what the page fetches ahead after a click is not counted.
 """
 
@@ -41,6 +44,28 @@ CLICK = """async ([selector, title]) => {
   await frame();  // which begins when the picture of the one before has been drawn
   return performance.now() - started;
 }"""
+HOVER = """async (moves) => {
+  const canvas = document.querySelector("#panes canvas");
+  const { left, top, width, height } = canvas.getBoundingClientRect();
+  const frame = () => new Promise(requestAnimationFrame);
+  const move = (type, x, y) => {
+    const place = { clientX: left + x * width, clientY: top + y * height };
+    canvas.dispatchEvent(new PointerEvent(type, { pointerType: "mouse", ...place }));
+  };
+  let worked = 0;
+  for (let i = 0; i < moves; i++) {
+    const started = performance.now();
+    move("pointermove", (i + 0.5) / moves, 0.5);
+    worked += performance.now() - started;
+    await frame();
+    await frame();
+  }
+  move("pointerleave", 0, 0);
+  return worked;
+}"""
+MOVE = "the pointer over a patch"
+MOVES = 14
+"""Over as many patches of a row, where a row has so many."""
 CLICKS = {
     "the next image": ("#image-on", True),
     "a far thumbnail": (".thumb:nth-child({far})", True),
@@ -89,7 +114,17 @@ def timed(act: Callable[[], float]) -> tuple[float, float]:
     return clock, processor() - before
 
 
-def one_round(arguments: argparse.Namespace, times: dict[str, list[tuple[float, float]]]) -> None:
+def peak(process: int) -> float:
+    """MB that were resident at most until now."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1000
+
+
+def one_round(
+    arguments: argparse.Namespace,
+    times: dict[str, list[tuple[float, float]]],
+    memory: dict[str, list[float]],
+) -> None:
     command = [sys.executable, "-m", "gaupipe", "view", "--no-open", "--model", arguments.model]
     command += ["--images", str(arguments.images)] + ["--random-weights"] * arguments.random_weights
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -117,8 +152,14 @@ def one_round(arguments: argparse.Namespace, times: dict[str, list[tuple[float, 
         try:
             times[START].append(timed(start))
             times[OPEN].append(timed(open_page))
+            memory["once the first page is there"].append(peak(server.pid))
             for turn in range(arguments.clicks):
                 click_all(page, turn, times)
+                wait_until_idle()
+                clock, used = timed(lambda: page.evaluate(HOVER, MOVES))
+                times[MOVE].append((clock / MOVES, used / MOVES))
+            wait_until_idle()
+            memory["at its end"].append(peak(server.pid))
         finally:
             browser.close()
             if server:
@@ -144,10 +185,14 @@ def main() -> None:
     parser.add_argument("--random-weights", action="store_true")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in (START, OPEN, *CLICKS)}
+    names = (START, OPEN, *CLICKS, MOVE)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    memory: dict[str, list[float]] = {"once the first page is there": [], "at its end": []}
     for _ in range(arguments.rounds):
-        one_round(arguments, times)
+        one_round(arguments, times, memory)
     for name, measured in times.items():
+        if not measured:
+            continue  # no clicks
         said = []
         for measure, values in zip(
             ("clock", "processor"), zip(*measured, strict=True), strict=True
@@ -156,6 +201,9 @@ def main() -> None:
             median = statistics.median(values)
             said.append(f"{measure} {median:.0f} [{min(values):.0f}, {max(values):.0f}]")
         print(f"{name}: {', '.join(said)} ms, {len(measured)} times", file=sys.stderr)
+    for when, peaks in memory.items():
+        record(f"view, memory {when}, MB", peaks)
+        print(f"memory {when}: {max(peaks):.0f} MB", file=sys.stderr)
 
 
 if __name__ == "__main__":
