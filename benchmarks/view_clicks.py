@@ -7,9 +7,10 @@ server's memory.
 Every round starts a server, opens its page in a Chromium, clicks, and moves the pointer over the
 photo. A line for each has the median and the range in milliseconds, of the clock and of the
 processor, in server and browser until the picture is there; the clock of a move is that of the
-page's own work. The memory is the most that was resident, once the first page is there and when all
-photos have been predicted, for which every click waits. Server and browser have one thread for tensors; the clock also counts what
-else runs on the machine, and what the page fetches ahead after a click is not counted.
+page's own work. The memory is the most that was resident, once the first page is there and when
+all photos have been predicted, for which every click waits. Server and browser have one thread for
+tensors; the clock also counts what else runs on the machine, and what the page fetches ahead after
+a click is not counted.
 """
 
 from __future__ import annotations

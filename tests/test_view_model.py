@@ -333,6 +333,11 @@ def test_two_classes_stand_side_by_side(viewer, pictures, browser, tmp_path):
             chips.nth(1).locator(".plus").click()
             page.until("document.querySelectorAll('#panes canvas').length === 2")
             assert page.state()["beside"] == str(second)
+            tops = []
+            for label in (first, second):
+                map = gradient_rollout(vit, images, torch.tensor([label]), 2)[0, 1, 0, 3:]
+                tops.append(f"{np.quantile(map.numpy(), 0.98):#.3g}")
+            assert page.text("#most") == ", ".join(tops)  # each has a scale of its own
             captions = page.page.locator("#panes figcaption").all_inner_texts()
             for label, said in zip((first, second), captions, strict=True):
                 share = 100 * probabilities[label].item()

@@ -123,7 +123,7 @@ export function testedText({ label, whole, without, random }, { className }) {
 }
 
 /** What a picture says of the map that it shows. */
-export function cardLines({ state, maps }, [least, most]) {
+export function cardLines({ state, maps }, ranges) {
   const { layer, head, query, direction } = state;
   const who =
     query === "mean"
@@ -135,8 +135,9 @@ export function cardLines({ state, maps }, [least, most]) {
   const words = { mean: "mean over heads", rollout: "rollout", gradient };
   const what = `block ${maps.block(layer)}, ${words[head] ?? `head ${head}`}`;
   const reads = direction === "to" ? `who reads ${who}` : `what ${who} ${query === "mean" ? "read" : "reads"}`;
-  const scale = `${least ? least.toPrecision(3) : "0"} to ${most.toPrecision(3)}`;
-  return [`${ending(maps.header.name)} · ${what} · ${reads}`, `weights ${scale}, the 98th percentile · gaupipe view`];
+  const scales = ranges.map(([least, most]) => `${least ? least.toPrecision(3) : "0"} to ${most.toPrecision(3)}`);
+  const scale = `weights ${scales.join(" and ")}, the 98th percentile`;
+  return [`${ending(maps.header.name)} · ${what} · ${reads}`, `${scale} · gaupipe view`];
 }
 
 /** The numbers of what is shown for a query. */

@@ -435,7 +435,7 @@ function listen() {
     const sheet = await card(
       panes,
       panes.map((pane) => pane.dataset.title),
-      cardLines(app, stage.range),
+      cardLines(app, stage.ranges),
     );
     sheet.toBlob((blob) => save(blob, fileName("png")));
   });

@@ -46,18 +46,18 @@ export class Stage {
       const hidden = maps === this.app.own ? (this.app.tested?.patches ?? []) : [];
       return { name, maps, picture, crop, weights, grid, opacity, style, query, gaussian, there, hidden };
     });
-    const ranges = this.shown.map(({ weights }) => rangeOf(weights));
-    const shared = this.app.rival ? ranges.slice(0, 1) : ranges; // each class has a scale of its own
-    const least = floor ? Math.min(...shared.map(([low]) => low)) : 0;
-    const most = Math.max(...shared.map(([, top]) => top));
-    $("least").textContent = least ? least.toPrecision(3) : "0";
-    $("most").textContent = most.toPrecision(3);
-    this.range = [least, most];
+    const own = this.shown.map(({ weights }) => rangeOf(weights)).map(([low, top]) => [floor * low, top]);
+    const least = Math.min(...own.map(([low]) => low));
+    const most = Math.max(...own.map(([, top]) => top));
+    this.ranges = this.app.rival ? own : [[least, most]]; // each class has a scale of its own
+    const ends = (end) => new Set(this.ranges.map((range) => (range[end] ? range[end].toPrecision(3) : "0")));
+    $("least").textContent = [...ends(0)].join(", ");
+    $("most").textContent = [...ends(1)].join(", ");
     this.shown.forEach((seen, place) => {
       const pane = this.panes[place];
       const said = this.app.says(seen);
-      const range = this.app.rival ? [floor * ranges[place][0], ranges[place][1]] : [least, most];
-      drawPane(pane, { ...seen, range: [range[0], range[1] || 1] });
+      const [low, top] = this.ranges[place] ?? this.ranges[0];
+      drawPane(pane, { ...seen, range: [low, top || 1] });
       pane.dataset.title = headline(this.app, seen);
       pane.querySelector("canvas").ariaLabel = said;
       pane.lastChild.textContent = said;
