@@ -1,5 +1,6 @@
 """Linear probes: predictions of training images by regressions that have not seen them."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from arguments import sets
 from gaupipe.data.splits import Split
+from gaupipe.system import progress
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.probe import check_probe, fit, stratified
 from gaupipe.vit.saving import save_student
@@ -52,6 +54,15 @@ def test_a_feature_that_is_constant_but_for_rounding_gets_no_weight():
     probe = fit(features, labels, features, labels, 2, seed=0)
     assert probe.weights[..., 2].abs().max() < 1e-3
     assert probe.accuracy == 1
+
+
+def test_a_long_fit_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SILENCE", 0)
+    features = np.random.default_rng(0).normal(size=(20, 3))
+    labels = np.arange(20) % 2
+    fit(features, labels, features, labels, 2, seed=0)
+    shares = re.findall(r"linear probe: (\d+)%", "".join(capsys.readouterr()))
+    assert len(shares) == 26 and shares[-1] == "100"
 
 
 def test_every_fold_has_its_share_of_each_class():

@@ -167,7 +167,8 @@ def test_commands_of_raw_files_name_files_settings_and_rows_that_there_are(path,
     monkeypatch.chdir(ROOT)
     rows_of = {}
     for entry in json.loads(path.read_text()):
-        for command in entry["command"].split("; "):
+        commands = [entry["command"], *filter(None, [entry.get("page")])]
+        for command in "; ".join(commands).split("; "):
             words = shlex.split(command)
             for word in words:
                 assert not word.startswith(("docs/", "benchmarks/")) or Path(word).exists(), word
