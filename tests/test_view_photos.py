@@ -398,6 +398,16 @@ def test_predictions_come_in_when_nobody_waits(viewer, tmp_path):
     assert first.id in [item.id for item in of_class]
 
 
+def test_an_order_that_is_still_computed_is_not_said_to_be_empty(viewer, browser):
+    with serving(viewer) as address:
+        page = Page(browser, address)
+        with viewer.answering():  # before which nothing is predicted
+            page.open("order=unsure")
+            assert page.text("#thumbs") == "" and page.page.is_visible("#reading")
+        page.until("document.querySelectorAll('.thumb').length === 2")
+        page.page.close()
+
+
 def test_a_photo_is_opened_by_name_by_path_and_by_dropping_it(viewer, folder, browser, tmp_path):
     ramps(120, 70).save(tmp_path / "other.png")
     with serving(viewer) as address:

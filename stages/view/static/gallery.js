@@ -115,7 +115,8 @@ export class Gallery {
     if (!same) $("thumbs").replaceChildren(...thumbs);
     const isWrong = ({ label, predicted }) => label != null && label !== predicted;
     $("none-wrong").hidden = state.order !== "wrong" || this.page > 0 || !this.items.length || isWrong(this.items[0]);
-    if (!thumbs.length && !this.waits) $("thumbs").textContent = "No images here.";
+    const isKnown = this.asked && !this.waits;
+    if (!thumbs.length) $("thumbs").textContent = isKnown ? "No images here." : "";
     this.mark(this.app.state.image);
     const first = this.page * this.size;
     const shown = `${count(first + 1)}–${count(first + thumbs.length)} of ${count(this.total)}`;
