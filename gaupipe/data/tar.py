@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import posixpath
 import re
 import sys
 import tarfile
@@ -28,9 +27,6 @@ from gaupipe.data.images import stamp_of
 from gaupipe.data.packed import Images
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import warn_once
-
-MOST_LINKS = 40
-"""Links to links that are followed, as Linux does."""
 
 
 class Member(NamedTuple):
@@ -180,7 +176,7 @@ def images_without_labels(
     members = [
         Member(name if len(archives) == 1 else f"{archive.path.stem}/{name}", "", number, *place)
         for number, archive in enumerate(archives)
-        for name, *place in _with_links(archive.path)
+        for name, *place in _files_in(archive.path)
         if is_image(name)
     ]
     if not members:
@@ -197,7 +193,7 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
     images: list[tuple[str, int, int]] = []
     labels: dict[str, str] = {}
     described: set[str] = set()
-    for name, offset, size in _with_links(path):
+    for name, offset, size in _files_in(path):
         if name.lower().endswith(".cls"):
             if _key(name) in labels:
                 raise _doubtful(path, name, "files .cls")
@@ -252,55 +248,16 @@ def _without_class(archives: Sequence[Archive], member: Member) -> UserError:
     )
 
 
-def _with_links(archive: Path) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, bytes) of the files in an archive without hidden ones, of links those of what
-    they link to. Raises UserError for a link to what is not in the archive."""
-    links: dict[str, str] = {}
-    for name, offset, size, target in _files_in(archive):
-        if target:
-            links[name] = target
-        elif not _is_hidden(name):
-            yield name, offset, size
-    if not links:
-        return
-
-    # a second pass, because the places of all files would fill the memory of an archive of millions
-    targets = {*links.values()}
-    places = {
-        name: (offset, size)
-        for name, offset, size, target in _files_in(archive)
-        if name in targets and not target
-    }
-    left_out = 0
-    for name, target in links.items():
-        if _is_hidden(name):
-            continue
-        if not (name.endswith(".cls") or is_image(name)):
-            left_out += 1
-            continue
-        for _ in range(MOST_LINKS):
-            target = links.get(target, target)
-        if target in links:
-            raise UserError(f"{archive}: {name} is one of links that lead in a circle: take it out")
-        if target not in places:
-            raise UserError(
-                f"{archive}: {name} links to {target}, which is not in the archive: pack what is "
-                "linked to, by 'tar --dereference'"
-            )
-        yield name, *places[target]
-    if left_out:
-        warn_once(f"{archive}: left out {left_out} links to folders or to what is no image")
-
-
-def _files_in(archive: Path) -> Iterator[tuple[str, int, int, str]]:
-    """(name, offset, bytes, what it links to or "") of the files in an archive. Raises UserError
-    for one that ends early or is compressed, and for a sparse file."""
+def _files_in(archive: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, bytes) of the files in an archive that are not hidden. Raises UserError for
+    one that ends early or is compressed, for a sparse file and for a link."""
     try:
         with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             whole = os.fstat(file.fileno()).st_size
             while member := tar.next():
                 tar.members.clear()  # type: ignore[attr-defined]  # it would hold a million
-                name = _plain(member.name)
+                parts = (part for part in member.name.split("/") if part not in ("", "."))
+                name = "/".join(parts)
                 if not member.offset_data <= tar.offset <= whole:  # the place of the next member
                     raise tarfile.ReadError(f"{name} has {member.size} bytes by its header")
                 if member.issparse():
@@ -308,14 +265,15 @@ def _files_in(archive: Path) -> Iterator[tuple[str, int, int, str]]:
                         f"{archive}: {name} is stored without its zeros: pack it again, without "
                         "tar's option --sparse (-S)"
                     )
+                if any(map(is_hidden, name.split("/"))):
+                    continue
+                if member.islnk() or member.issym():
+                    raise UserError(
+                        f"{archive}: {name} is a link to {member.linkname}: pack what is linked "
+                        "to, by 'tar --dereference --hard-dereference'"
+                    )
                 if member.isreg():
-                    yield name, member.offset_data, member.size, ""
-                elif member.islnk() or member.issym():
-                    target = member.linkname
-                    if member.issym():
-                        beside = posixpath.join(posixpath.dirname(name), target)
-                        target = posixpath.normpath(beside)
-                    yield name, 0, 0, _plain(target)
+                    yield name, member.offset_data, member.size
             file.seek(tar.offset)
             end = file.read(tarfile.RECORDSIZE)
     except UserError:
@@ -324,14 +282,6 @@ def _files_in(archive: Path) -> Iterator[tuple[str, int, int, str]]:
         raise _not_whole(archive, str(error) or "damaged") from None
     if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):  # to tarfile any damage is the end
         raise _not_whole(archive, "damaged or cut off before its end mark")
-
-
-def _plain(name: str) -> str:
-    return "/".join(part for part in name.split("/") if part not in ("", "."))
-
-
-def _is_hidden(name: str) -> bool:
-    return any(map(is_hidden, name.split("/")))
 
 
 def _not_whole(archive: Path, reason: str) -> UserError:
