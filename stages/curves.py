@@ -10,7 +10,7 @@ from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.training.curves import draw
 
 
-def run(folders: Sequence[Path], out: Path) -> list[Path]:
+def draw_runs(folders: Sequence[Path], out: Path) -> list[Path]:
     """Draws the trainings in runs and in folders of single trainings to ``out``, a PNG, and to the
     SVG beside it, and returns both. Raises UserError for a folder without a training."""
     trainings: dict[str, list[EpochMetrics]] = {}

@@ -159,7 +159,7 @@ def run(
     with starts("all stages", chosen, folder, student):
         from stages import run as stage
         from stages.open_run import Run
-    lines = stage.run(chosen, folder, student, baseline=baseline)
+    lines = stage.run_all(chosen, folder, student, baseline=baseline)
     attention = student or chosen.model.attention
     opened = Run(folder)
 
@@ -177,27 +177,6 @@ def export(
     model: str | None = None,
     images: Sequence[str | Path] = (),
     out: str | Path | None = None,
-    **options: Any,
-) -> store.Store | None:
-    """Writes the maps and predictions of a run's teacher, or those of a ``model`` for ``images``,
-    as ``gaupipe export-maps`` does, and opens the store; None for a teacher without one.
-    ``options`` are those of :func:`export_to`. Raises UserError and StoreError."""
-    files = [Path(path) for path in images]
-    where = None if out is None else str(out)
-    url = export_to(as_path(run_dir), model=model, files=files, out=where, **options)
-    if url is None:
-        return None
-    import store
-
-    return store.open(url, allow_incomplete=True)  # where it was written in parts
-
-
-def export_to(
-    run_dir: Path | None = None,
-    *,
-    model: str | None = None,
-    files: Sequence[Path] = (),
-    out: str | None = None,
     kind: str | None = None,
     encoding: str | None = None,
     k: int | None = None,
@@ -207,34 +186,45 @@ def export_to(
     image_size: int | None = None,
     download: bool = False,
     **how: Any,
-) -> str | None:
-    """As :func:`export`, but returns the path or URL of the store. ``how`` are fields of
-    :class:`stages.export.Place`, such as ``overwrite``; the others are options of the command."""
+) -> store.Store | None:
+    """Writes the maps and predictions of a run's teacher, or those of a ``model`` for ``images``,
+    as ``gaupipe export-maps`` does, and opens the store; None for a teacher without one. ``how``
+    are fields of :class:`stages.export.Place`, such as ``overwrite``; the others are options of the
+    command. Raises UserError and StoreError."""
+    files = [Path(path) for path in images]
     asked = {"kind": kind, "encoding": encoding, "k": k}
-    if not names_model(model, list(files), image_size) or model is None:
-        run_dir = find_run(run_dir)
+    url: str | None
+    if not names_model(model, files, image_size) or model is None:
+        run = find_run(as_path(run_dir))
         if out:
             check_model(teacher)
-        with begins(f"export: the teacher of {run_dir}"):
+        with begins(f"export: the teacher of {run}"):
             from stages import export as stage
 
-        if out is None:
-            out = str(RunDirectory(run_dir).maps)
-        place = stage.Place(out, **how)
+        place = stage.Place(str(RunDirectory(run).maps if out is None else out), **how)
         asked |= {"views": views}
-        return stage.run(stage.ExportRequest(run_dir, place, asked, teacher, overrides, download))
-    run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
-    for name in (name for name, value in run_options.items() if value):
-        raise UserError(f"--{name}: belongs to a run: leave it out with --model")
-    if out is None:
-        raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
-    check_images(files)
-    check_model(model)
-    with begins(f"export: {model}, into {out}"):
-        from stages import export as stage
+        request = stage.ExportRequest(run, place, asked, teacher, overrides, download)
+        url = stage.export_run(request)
+    else:
+        run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+        for name in (name for name, value in run_options.items() if value):
+            raise UserError(f"--{name}: belongs to a run: leave it out with --model")
+        if out is None:
+            raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+        check_images(files)
+        check_model(model)
+        with begins(f"export: {model}, into {out}"):
+            from stages import export as stage
 
-    place = stage.Place(out, **how)
-    return stage.run_model(model, files, place, asked, image_size=image_size, download=download)
+        place = stage.Place(str(out), **how)
+        url = stage.export_model(
+            model, files, place, asked, image_size=image_size, download=download
+        )
+    if url is None:
+        return None
+    import store
+
+    return store.open(url, allow_incomplete=True)  # where it was written in parts
 
 
 def as_path(place: str | Path | None) -> Path | None:

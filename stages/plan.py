@@ -95,7 +95,7 @@ class Plan(TypedDict):
     """What does not fit."""
 
 
-def run(
+def plan_run(
     settings: Settings,
     run_dir: Path,
     *,
@@ -156,7 +156,7 @@ def run(
     return planned
 
 
-def run_export(model: str, images: int) -> Plan:
+def plan_model(model: str, images: int) -> Plan:
     """The plan of an export of the maps of a ``model``, a timm name or a folder, of so many images,
     with the seconds that it takes on this machine. Of a timm name no weights are needed. Raises
     UserError for a model whose attention cannot be seen."""
@@ -350,7 +350,7 @@ LABELS = {
 
 
 def tables(plan: Plan) -> Iterator[Table | str]:
-    """The plan that :func:`run` returned: a line for each stage and their total; then the rest."""
+    """What :func:`plan_run` returned: a line for each stage and their total; then the rest."""
     columns = ("epochs", "steps", "parameters", "files", "memory", "disk", "time")
     numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
     stages = Table("", *numbers, box=None, pad_edge=False, padding=(0, 1, 0, 0))

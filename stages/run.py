@@ -41,7 +41,7 @@ class Line:
     """Of predictions. Both are None beside a teacher with Gaussians and where there is none."""
 
 
-def run(
+def run_all(
     settings: Settings, run_dir: Path, attention: str | None = None, *, baseline: bool = True
 ) -> list[Line]:
     """Runs every stage that has not finished in ``run_dir``, with a student of this attention, and
@@ -150,7 +150,7 @@ def line(model: str, metrics: list[EpochMetrics], folder: Path, val_images: int)
 
 
 def table(lines: Sequence[Line], title: str) -> Table:
-    """The summary of :func:`run` for the terminal."""
+    """The summary of :func:`run_all` for the terminal."""
     interval = f"validation acc. with its 95 % interval of {lines[0].val_images:,} images"
     # one space between columns, for a table with sizes to fit a terminal of 80 columns
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=title, caption=interval)

@@ -29,7 +29,7 @@ FURTHEST = 0.01
 """Mean total variation, of maps or predictions, that another device's arithmetic explains."""
 
 
-def run(url: str) -> list[store.Problem]:
+def find_problems(url: str) -> list[store.Problem]:
     """Everything that is wrong in a store. Raises StoreError where there is none."""
     try:
         images = store.open(url, allow_incomplete=True).schema.num_images

@@ -56,7 +56,7 @@ class Way:
         return self.probe_acc - self.hog_acc > MARGIN
 
 
-def run(small: Settings, tuned: Settings) -> Way:
+def decide(small: Settings, tuned: Settings) -> Way:
     """Compares on the same images a training from random weights, with the settings ``small``, and
     one from trained weights, with the settings ``tuned``. Writes nothing. Raises UserError for
     weights that are not there, and for images that are too few or too small."""

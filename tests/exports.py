@@ -34,4 +34,4 @@ def write_store(
     """Exports the run's teacher, or another one, to the run's own store or to ``out``. ``how`` are
     fields of :class:`Place`."""
     place = Place(str(run / "maps.zarr") if out is None else out, **how)
-    return export.run(export.ExportRequest(run, place, asked or {}, teacher))
+    return export.export_run(export.ExportRequest(run, place, asked or {}, teacher))

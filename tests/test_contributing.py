@@ -61,9 +61,9 @@ import sys
 from pathlib import Path
 from gaupipe.settings.load import load
 from stages import evaluate, verify
-from stages.run import run
+from stages.run import run_all
 settings = load("digits", sys.argv[1:])
-run(settings, Path("run"))
+run_all(settings, Path("run"))
 assert verify.against_teacher("run/maps.zarr") == []
 assert evaluate.run(Path("run"))["teacher_loss"] > 0
 """

@@ -74,7 +74,7 @@ def train(run_dir: Path, settings: Settings, baseline: bool = False) -> None:
     from stages import run
 
     with distributed.process_group():
-        run.run(settings, run_dir, baseline=baseline)
+        run.run_all(settings, run_dir, baseline=baseline)
 
 
 def train_until_killed(run_dir: Path, settings: Settings, kill: AtFile) -> None:
@@ -86,7 +86,7 @@ def train_until_killed(run_dir: Path, settings: Settings, kill: AtFile) -> None:
         distributed.all_gather_object(None)
         if distributed.rank() == distributed.world_size() - 1:
             kill.arm()
-        run.run(settings, run_dir, baseline=False)
+        run.run_all(settings, run_dir, baseline=False)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def trained(tmp_path_factory) -> Path:
     from stages import run
 
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run.run(load("digits_expected", [*TINY, "phase_b.gamma=0.1"]), folder, baseline=False)
+    run.run_all(load("digits_expected", [*TINY, "phase_b.gamma=0.1"]), folder, baseline=False)
     return folder
 
 
@@ -159,7 +159,7 @@ def test_the_ranks_write_what_the_plan_says(trained):
     from stages import plan
     from stages.runs.directory import RunDirectory
 
-    planned = plan.run(RunDirectory(trained).settings(), trained, world_size=2)
+    planned = plan.plan_run(RunDirectory(trained).settings(), trained, world_size=2)
     files = [*trained.glob("phase_a/checkpoint/*.pt"), *trained.glob("phase_a/rows/*/records.*")]
     written = sum(file.stat().st_size for file in files)  # half of the records are superseded
     assert planned["stages"]["phase_a"]["disk_bytes"] == pytest.approx(2 * written, rel=0.2)

@@ -162,7 +162,7 @@ def local_run(tmp_path_factory) -> Path:
 
     run_dir = tmp_path_factory.mktemp("local") / "run"
     settings = load("digits_expected", [*SMALL, "phase_b.alpha=0.2", "phase_b.gamma=0.25"])
-    run.run(settings, run_dir, "attentionx", baseline=False)
+    run.run_all(settings, run_dir, "attentionx", baseline=False)
     return run_dir
 
 
@@ -266,7 +266,7 @@ def test_a_comparison_has_wrong_places_and_uniform_maps_as_controls(tmp_path):
     settings = load("digits_expected", [*SMALL, "model.attention=standard", "phase_b.alpha=0.1"])
     folder = tmp_path / "all"
     options: dict = {"sweep": None, "only": [], "jobs": 1}
-    compare.run(settings, folder, students=["standard"], seeds=[0], **options)
+    compare.compare(settings, folder, students=["standard"], seeds=[0], **options)
     trained = [load(path) for path in (folder / "students").glob("*/config.yaml")]
     local = [one.phase_a.local for one in trained if one.phase_a.teacher == "local"]
     kinds = sorted((one.permuted, one.std) for one in local)

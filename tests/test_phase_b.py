@@ -148,7 +148,7 @@ def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes
 def test_export_to_onnx_agrees_in_onnxruntime(run_dir, capfd):
     onnxruntime = pytest.importorskip("onnxruntime")
     phase_b.run(run_dir, "belief2", resume=True)
-    path, difference, use = export_student.run(run_dir, "belief2")
+    path, difference, use = export_student.export_student(run_dir, "belief2")
     assert difference < 1e-4
     images = torch.randn(7, 1, 8, 8)
     logits = onnxruntime.InferenceSession(str(path)).run(None, {"images": images.numpy()})[0]
@@ -167,7 +167,9 @@ def test_export_to_onnx_agrees_in_onnxruntime(run_dir, capfd):
 def test_programs_of_torch_export_are_the_students_without_gaupipe(run_dir, tmp_path):
     for key in STUDENTS:
         phase_b.run(run_dir, key, resume=True)
-        path, difference, _ = export_student.run(run_dir, key, format="pt2", out=tmp_path / key)
+        path, difference, _ = export_student.export_student(
+            run_dir, key, format="pt2", out=tmp_path / key
+        )
         assert path == tmp_path / key and difference < 1e-4
     images = [torch.randn(count, 1, 8, 8) for count in (1, 7)]
     torch.save(images, tmp_path / "images")

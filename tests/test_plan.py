@@ -296,7 +296,7 @@ def test_an_export_holds_the_maps_of_a_batch(tmp_path):
 
     def needs(kind: str, encoding: str, wider: float) -> int:
         chosen = [f"export.kind={kind}", f"export.encoding={encoding}"]
-        planned = plan.run(load("digits_expected", [*config, *chosen]), tmp_path)
+        planned = plan.plan_run(load("digits_expected", [*config, *chosen]), tmp_path)
         export = planned["stages"]["export"]
         shards = min((resources.WRITERS + 2) * 32 * 10**6, 2 * export["disk_bytes"])
         return export["memory_bytes"] - resources.PROCESS_BYTES - round(wider * shards)
@@ -348,25 +348,25 @@ def test_a_step_keeps_what_autograd_saves(name, options):
 def test_an_export_of_large_maps_takes_fewer_images_at_once(monkeypatch, tmp_path):
     config = ["phase_a.teacher=vit", "data.batch_size=50", "device=cpu", "export.layers=[0, 3]"]
     digits = load("digits_expected", [*config, "export.kind=dense"])
-    of_batch = plan.run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
+    of_batch = plan.plan_run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
     monkeypatch.setattr(
         "gaupipe.teachers.vit.MOST_NUMBERS", 50 * 4 * 4 * 16**2
     )  # 50 images, all blocks
-    fewer = plan.run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
+    fewer = plan.plan_run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
     maps = 4 * 150 * 2 * 4 * 16**2  # 150 images less, stored blocks, heads, tokens
     assert of_batch - fewer > 2 * maps + 4 * 150 * 16 * 64 * 10
 
 
 def test_plan_of_a_world_divides_the_memory(tmp_path):
     digits = load("digits_expected", ["data.batch_size=100", "device=cpu"])
-    plans = [plan.run(digits, tmp_path, world_size=size) for size in (1, 4)]
+    plans = [plan.plan_run(digits, tmp_path, world_size=size) for size in (1, 4)]
     alone, each = (planned["stages"] for planned in plans)
     data = load_data(digits.data)
     teacher = outline(digits, data).begin(tmp_path)
     activations = resources.BACKWARD * kept(teacher.training_forward, teacher.network)
     saved = alone["phase_a"]["memory_bytes"] - each["phase_a"]["memory_bytes"]
     assert saved == pytest.approx(activations * 3 / 4, rel=0.01)
-    recomputed = plan.run(digits.model_copy(update={"grad_checkpointing": True}), tmp_path)
+    recomputed = plan.plan_run(digits.model_copy(update={"grad_checkpointing": True}), tmp_path)
     saved = alone["plain"]["memory_bytes"] - recomputed["stages"]["plain"]["memory_bytes"]
     student = build_student(digits, data, digits.train)
     whole = kept(student, student)

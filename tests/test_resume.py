@@ -34,7 +34,7 @@ def work(run_dir: Path, settings: Settings) -> None:
     """Runs, or continues."""
     from stages import run
 
-    run.run(settings, run_dir)
+    run.run_all(settings, run_dir)
 
 
 @pytest.mark.long

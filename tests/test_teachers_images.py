@@ -25,7 +25,7 @@ from gaupipe.teachers.base import outline
 from gaupipe.teachers.readable_vit import ReadableViT
 from gaupipe.teachers.vit import VitTeacher
 from pictures import photos
-from stages.run import run as run_all
+from stages.run import run_all
 from stages.verify import against_teacher
 from vits import small
 

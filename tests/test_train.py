@@ -64,9 +64,9 @@ def test_the_options_of_a_training_are_settings(tmp_path, in_process):
 
 def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
     settings = load("digits", TINY)
-    run.run(settings, tmp_path / "run")
+    run.run_all(settings, tmp_path / "run")
     options = {"students": ["standard"], "seeds": [0], "only": ["plain ViT"]}
-    (row,) = compare.run(settings, tmp_path / "compare", **options).rows
+    (row,) = compare.compare(settings, tmp_path / "compare", **options).rows
     folders = [
         trained / "plain" / "standard",
         tmp_path / "run" / "plain" / "standard",

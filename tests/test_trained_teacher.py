@@ -48,7 +48,7 @@ from stages.compare.rows import Row
 from stages.look import inspect
 from stages.look.image_maps import LiveMaps, StudentMaps, images_of, photo
 from stages.publish import folder as publish
-from stages.run import run as run_all
+from stages.run import run_all
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher

@@ -294,7 +294,7 @@ def test_a_student_goes_on_where_it_was_killed(finished, run, in_process):
 
 def write_stores(run):
     """Both stores, of several shards each."""
-    export.run(export.ExportRequest(run, Place(str(run / "maps.zarr"), shard_mb=0.0001)))
+    export.export_run(export.ExportRequest(run, Place(str(run / "maps.zarr"), shard_mb=0.0001)))
 
 
 def test_an_export_goes_on_in_and_between_the_stores(run):

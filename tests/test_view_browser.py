@@ -27,7 +27,7 @@ from gaupipe.teachers.gaussian_vit import Decoder
 from gaupipe.training.scores import predictions
 from stages.look import inspect
 from stages.look.image_maps import StoredMaps, images_of
-from stages.run import run as run_all
+from stages.run import run_all
 from stages.view.serve import model_viewer, open_viewer
 from stores import make_arrays, make_schema, random_maps, write_store
 from viewing import Page, serving

@@ -293,5 +293,5 @@ def test_the_summary_calls_distilled_what_more_than_started_from_the_teacher(tmp
     start = ["phase_b.alpha=0", f"phase_b.gamma={gamma}", "phase_b.warm_start=teacher"]
     size = ["data.train_images=100", "model.args={depth: 2, embed_dim: 16, num_heads: 2}"]
     settings = load("digits_expected", [*epochs, *start, *size])
-    table = run.run(settings, tmp_path / "run", baseline=False)
+    table = run.run_all(settings, tmp_path / "run", baseline=False)
     assert table[1].model == f"standard, {made}"

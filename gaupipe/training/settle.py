@@ -14,13 +14,11 @@ def settle(settings: Settings, before: Settings | None = None) -> Settings:
     the number of buckets; where there is a run ``before``, its own."""
     settings = with_images_of_weights(settings)
     if settings.precision == "auto":
-        precision = before.precision if before else choose_run_precision(settings)
+        if before:
+            precision = before.precision
+        else:
+            device = select_device(settings.device, settings.threads)
+            precision = choose_precision("auto", device, width_of(settings.model))
         settings = settings.model_copy(update={"precision": precision})
     buckets = before.data.buckets if before else distributed.world_size()
     return settings.with_buckets(buckets)
-
-
-def choose_run_precision(settings: Settings) -> str:
-    """The precision of a run that begins."""
-    device = select_device(settings.device, settings.threads)
-    return choose_precision("auto", device, width_of(settings.model))

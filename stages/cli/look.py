@@ -133,7 +133,7 @@ def curves_of(
     check_file("--out", out, ".png")
     from stages import curves as stage
 
-    for path in stage.run(runs, out):
+    for path in stage.draw_runs(runs, out):
         print(path)
 
 

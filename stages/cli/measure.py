@@ -169,7 +169,7 @@ def compare(
     options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
     options["imports"] = context.obj
     options |= {"students": attentions, "seeds": numbers, "targets": goals}
-    results = stage.run(settings, folder, **options)
+    results = stage.compare(settings, folder, **options)
     show(results.to_json(), as_json, [stage.summary(results, stage.report_in(folder, sweep))])
 
 
@@ -199,7 +199,7 @@ def verify(
     with begins(f"verify: {maps}"):
         from stages import verify as stage
 
-    problems: Sequence[object] = stage.run(maps)
+    problems: Sequence[object] = stage.find_problems(maps)
     if teacher and not problems:
         problems = stage.against_teacher(maps, run_dir, sample)
     for problem in problems:
@@ -266,7 +266,7 @@ def plan(
         from stages import plan as stage
 
     described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
-    planned = stage.run(settings, folder, plain=plain, timed=True, **described)
+    planned = stage.plan_run(settings, folder, plain=plain, timed=True, **described)
     show_plan(planned, as_json)
 
 
@@ -285,7 +285,7 @@ def plan_export(model: str, images: int, as_json: bool) -> None:
     with begins(f"plan: export of the maps of {model}"):
         from stages import plan as stage
 
-    show_plan(stage.run_export(model, images), as_json)
+    show_plan(stage.plan_model(model, images), as_json)
 
 
 def compare_beginnings(
@@ -301,7 +301,7 @@ def compare_beginnings(
     nowhere = Path("runs")  # no run goes on here
     small, _ = settings_for(data, overrides or [], nowhere, plain=True)
     tuned, _ = settings_for(data, tuned_overrides, nowhere, plain=True)
-    way = stage.run(small, tuned)
+    way = stage.decide(small, tuned)
     if as_json:
         print(json.dumps(vars(way) | {"pretrained": way.pretrained}))
         return

@@ -39,7 +39,7 @@ def export_student(
     with begins(f"export: {student or 'the student trained last'} of {run_dir}, as {format}"):
         from stages.publish import export_student as stage
 
-    path, difference, use = stage.run(
+    path, difference, use = stage.export_student(
         run_dir, student, format=format, out=out, distilled=False if plain else None
     )
     say(f"its logits agree with the student's to {difference:.1e}")
@@ -67,4 +67,4 @@ def publish(
     with begins(f"publish: {student or 'the student trained last'} of {run_dir}, into {out}"):
         from stages.publish import folder as stage
 
-    print(stage.run(run_dir, student, out=out, distilled=False if plain else None))
+    print(stage.publish(run_dir, student, out=out, distilled=False if plain else None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from stages import functions
 from stages.begin import check_maps, starts
@@ -184,10 +184,10 @@ def export_maps(
 
     Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
-    url = functions.export_to(
+    maps = functions.export(
         run_dir,
         model=model,
-        files=files or (),
+        images=files or (),
         out=out,
         kind=kind,
         encoding=encoding,
@@ -204,8 +204,8 @@ def export_maps(
         license=license,
         force=force,
     )
-    if url is not None:
-        print(url)
+    if maps is not None:
+        print(maps.url)
 
 
 @command("Train", "phase-b")
@@ -238,10 +238,17 @@ def phase_b(
     run_dir = find_run(run_dir)
     from stages.runs import students
 
-    options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
     if maps and distill:
         check_maps(maps)
-    request = students.resolve(run_dir, student, name=name, overrides=changes, **options)
+    request = students.resolve(
+        run_dir,
+        student,
+        name=name,
+        overrides=changes,
+        maps_url=maps,
+        resume=resume,
+        distilled=distill,
+    )
     with starts("phase B", request.settings, request.folder):
         from stages import phase_b as stage
 

@@ -3,7 +3,7 @@
 run -> {workers -> costs, report -> measures, tables, figures} -> trainings -> rows
 """
 
-from stages.compare.run import report_in, run
+from stages.compare.run import compare, report_in
 from stages.compare.tables import summary
 
-__all__ = ["report_in", "run", "summary"]
+__all__ = ["compare", "report_in", "summary"]

@@ -42,7 +42,7 @@ from stages.runs.locks import locked
 from stages.runs.timing import student_seconds, teacher_seconds
 
 
-def run(
+def compare(
     settings: Settings,
     run_dir: Path,
     *,

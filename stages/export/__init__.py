@@ -101,7 +101,7 @@ class ExportRequest:
         return teacher
 
 
-def run(request: ExportRequest) -> str | None:
+def export_run(request: ExportRequest) -> str | None:
     """Writes a store and returns its path or URL; None for ``local``, which has none. An
     unfinished store of the same teacher is continued: its finished shards stay."""
     settings = request.read_settings()
@@ -140,7 +140,7 @@ def say_nothing_to_export(settings: Settings, out: str | None) -> None:
     LOG.info(f"export: local has {maps}: phase B makes its maps, and needs no store")
 
 
-def run_model(
+def export_model(
     model: str,
     files: Sequence[Path],
     place: Place,
@@ -204,7 +204,7 @@ def ensure(
     if distributed.is_main():
         there = not directory.settings().phase_a.kind.stored or are_there(urls, directory, asked)
     if not distributed.from_main(there):
-        run(ExportRequest(run_dir, Place(url), asked, augment=augment, data=data, now=now))
+        export_run(ExportRequest(run_dir, Place(url), asked, augment=augment, data=data, now=now))
     return url
 
 

@@ -93,7 +93,7 @@ USES = {
 """By format Python that prints the logits of an image, here of zeros."""
 
 
-def run(
+def export_student(
     run_dir: Path,
     name: str | None = None,
     *,

@@ -25,7 +25,7 @@ from stages.runs.trained import TrainedStudent, check_data, load_student, stores
 CARD = "README.md"
 
 
-def run(
+def publish(
     run_dir: Path,
     name: str | None = None,
     *,

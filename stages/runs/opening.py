@@ -53,7 +53,10 @@ def open_student(
             # students of one teacher may be trained at once
             held.enter_context(locked(run.path, "run", shared=True))
             if distributed.is_main():
-                begin_student(request, job)
+                if request.resume:
+                    say_if_afresh(folder)
+                else:  # written now, so that they are known after any interruption
+                    make_folder(request, job.source_of_maps)
         held.enter_context(locked(folder, "student"))
         state.load(folder / "checkpoint")
         if distributed.is_main():
@@ -68,14 +71,6 @@ def begin_run(run: RunDirectory, settings: Settings, data: ImageData) -> None:
         return
     with lock_of_process(run.path, "run"):
         run.start(settings, data, resume=True)
-
-
-def begin_student(request: StudentRequest, job: Training) -> None:
-    """Writes the settings of a new student, so that they are known after any interruption."""
-    if request.resume:
-        say_if_afresh(request.folder)
-    else:
-        make_folder(request, job.source_of_maps)
 
 
 @contextlib.contextmanager
