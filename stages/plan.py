@@ -17,6 +17,7 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.distillation.export import Exported, make_schema
 from gaupipe.distillation.job import PRELOAD_BYTES, gammas
 from gaupipe.distillation.store_choice import choose_store, plan_export
 from gaupipe.distillation.student import check_student, check_unlabelled
@@ -39,11 +40,13 @@ from stages.runs.resources import (
     export_memory,
     gigabytes,
     make_plan,
-    planned_schema,
     store_size,
     training_memory,
 )
 from stages.runs.timing import export_seconds, student_seconds, teacher_seconds
+
+UNKNOWN = "0" * 64
+"""In place of the digest of a teacher that is not there yet."""
 
 LESS_STORED = "another --out, or fewer --images"
 """What to do where the disk is too small for the store of a model's maps."""
@@ -167,7 +170,8 @@ def plan_model(model: str, images: int) -> Plan:
     device = select_device("auto")
     teacher = replace(looked_at, device=device, network=looked_at.network.to(device))
     export = choose_store(teacher)
-    schema = replace(planned_schema(teacher, export, images), labelled=False, name_bytes=None)
+    schema = make_schema(teacher, export, sha256=UNKNOWN)
+    schema = replace(schema, num_images=images, name_bytes=None)
     stored, file_count = store_size(teacher, schema)
     stage: Stage = {
         "model": f"store ({export.kind})",
@@ -214,15 +218,11 @@ def plan_phases(
         return {"phase_b": student}, 0
     export = plan_export(teacher)
     needs = make_plan(teacher, images, world_size)
-    others = data.unlabelled
-    schemas = {"export": planned_schema(teacher, export, images)}
-    if others is not None:
-        schemas["export_unlabelled"] = replace(
-            schemas["export"],
-            num_images=len(others) * (export.views or 1),
-            labelled=False,
-            name_bytes=others.name_bytes,
-        )
+    schema = make_schema(teacher, export, sha256=UNKNOWN)
+    schemas = {"export": replace(schema, num_images=images * schema.views)}
+    if data.unlabelled is not None:
+        others = Exported.unlabelled(data)
+        schemas["export_unlabelled"] = make_schema(teacher, export, others, UNKNOWN)
     stages: dict[str, Stage] = {
         "phase_a": {
             "model": "teacher (phase A)",
@@ -240,7 +240,7 @@ def plan_phases(
             what = f"{export.kind}, no labels"
         stages[name] = {
             "model": f"store ({what})",
-            "memory_bytes": export_memory(teacher, schema, world_size=world_size),
+            "memory_bytes": export_memory(teacher, schema),
             "disk_bytes": stored,
             "files": files,
         }

@@ -85,9 +85,7 @@ class Place:
         place = f"choose another --out or --kind, or fewer {teacher.fewer_images}"
         parts = 1 if self.part is None else self.part[1]  # each writes its share
         check_disk("export", schema.total_bytes // parts + shared, folder, place)
-        world_size = distributed.world_size()
-        needed = export_memory(teacher, schema, self.shard_mb, world_size)
-        check_memory("export", needed, teacher.lighter)
+        check_memory("export", export_memory(teacher, schema, self.shard_mb), teacher.lighter)
 
     def choose(self, teacher: Teacher, options: dict[str, Any]) -> ExportSettings:
         """The kind of the store and its encoding, k and views."""

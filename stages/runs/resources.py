@@ -20,7 +20,7 @@ import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
@@ -159,31 +159,6 @@ def bytes_of_images(data: ImageData) -> int:
     return 2 * sum(held)
 
 
-def planned_schema(teacher: Teacher, export: ExportSettings, images: int) -> store.Schema:
-    """The schema of the store of an ``export`` that names its kind, of so many training images, but
-    for its digests."""
-    views = export.views or 1
-    maps: dict[str, Any] = {}
-    if teacher.forms:
-        maps = teacher.shape.in_store(export)
-    return store.Schema(
-        **maps,
-        kind=str(export.kind),
-        num_images=images * views,
-        num_classes=teacher.data.num_classes,
-        dataset=teacher.settings.data.title,
-        dataset_sha256="",
-        teacher_sha256="",
-        embedding_dim=teacher.embedding if export.kind == "embedding" else None,
-        features_dim=teacher.features if export.features else None,
-        prefix_tokens=teacher.kept_prefix if maps else 0,
-        encoding=str(export.encoding),
-        k=export.k,
-        views=views,
-        name_bytes=teacher.data.train.name_bytes,
-    )
-
-
 def store_size(teacher: Teacher, schema: store.Schema) -> tuple[int, int]:
     """Bytes before compression, and files, of a store."""
     shared = MAP_KINDS[schema.kind].decoder(teacher.network)
@@ -192,19 +167,13 @@ def store_size(teacher: Teacher, schema: store.Schema) -> tuple[int, int]:
     return schema.total_bytes + 4 * numbers, layout.num_files(decoder=len(shared))
 
 
-def export_memory(
-    teacher: Teacher, schema: store.Schema, shard_mb: float = SHARD_MB, world_size: int = 1
-) -> int:
+def export_memory(teacher: Teacher, schema: store.Schema, shard_mb: float = SHARD_MB) -> int:
     """Bytes that an export takes on the CPU in each process."""
     settings = teacher.settings
-    network = teacher.network
-    data = teacher.data
+    weights = 4 * count_parameters(teacher.network)
     if "gaussians" in teacher.forms:  # which is read with the state of its training
-        ema = settings.phase_a.optim.ema
-        forward = teacher.training_forward
-        memory = training_memory(settings, network, data, ema, world_size, forward)
-    else:
-        memory = PROCESS_BYTES + 4 * count_parameters(network) + bytes_of_images(data)
+        weights *= copies(settings.phase_a.optim.ema) + 1
+    memory = PROCESS_BYTES + weights + bytes_of_images(teacher.data)
     shard = max(int(shard_mb * 1e6), schema.bytes_per_image)
     wider = bytes_in_memory(schema) / schema.bytes_per_image
     # beside those that are written one is made and one put together
