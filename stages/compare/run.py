@@ -84,7 +84,7 @@ def compare(
 
     with locked(run_dir, "comparison"):
         every = {training.folder: training for training in chain(*trainings)}.values()
-        left = sum(not training.finished for training in every)
+        left = sum(training.read() is None for training in every)
         if left:
             line = f"{left} of {len(every)} trainings are left"
             LOG.info(f"compare: {line}, about {duration(seconds_left(trainings) / jobs)}")
@@ -163,7 +163,7 @@ def seconds_left(trainings: Sequence[Sequence[RowTraining]]) -> float:
     seconds = 0.0
     taught: set[Path] = set()
     for seeds in trainings:
-        left = [training for training in seeds if not training.finished]
+        left = [training for training in seeds if training.read() is None]
         if not left:
             continue
         settings = left[0].settings

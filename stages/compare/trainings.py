@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -15,42 +15,28 @@ from gaupipe.distillation.export import is_complete
 from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
-from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics
 from gaupipe.teachers.notes import Drawing
 from gaupipe.training.scores import unpacked
-from gaupipe.training.state import val_acc
 from stages.compare.rows import Row
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 
-COSTS_FILE = "costs.json"
-"""Beside a student: what its training cost."""
-
-TEST_FILE = "test.json"
-"""Beside a student: its score on the test split."""
+FILE = "training.json"
+"""Beside a student: its :class:`FinishedTraining`, a line of JSON."""
 
 
-class ScoresOnTest(TypedDict):
-    """What is read of :data:`TEST_FILE`."""
-
-    top1: float
-    right: str
-    """Which images: :func:`gaupipe.training.scores.packed`."""
-    images: int
-    test_sha256: str | None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FinishedTraining:
-    """A training in the results. The lists have the value after each epoch."""
+    """All that a comparison reads of a training. The lists have the value after each epoch."""
 
     seed: int
     folder: str
     phase_a_epochs: int
-    test_acc: float | None
-    """None without ``--test``, as the next two."""
-    test_images: int | None
-    right: str | None
+    test_sha256: str | None = None
+    """Of the test images that were scored; None without ``--test``, as the next three."""
+    test_acc: float | None = None
+    test_images: int | None = None
+    right: str | None = None
     """Which test images it got right, a bit each (:func:`gaupipe.training.scores.packed`)."""
     val_acc: list[float]
     val_loss: list[float]
@@ -166,48 +152,14 @@ class RowTraining:
         counted = *images, self.row.plain, dict(self.sources), dict(self.own_attention)
         return self.root / "students" / digest(self.settings, *counted)
 
-    @property
-    def finished(self) -> bool:
-        written = (self.folder / COSTS_FILE).is_file() and kept_epochs.finished(self.folder)
-        return written and (self.test_sha256 is None or self.test_scores() is not None)
-
-    def test_scores(self) -> ScoresOnTest | None:
-        """The content of :data:`TEST_FILE`; None where there is none of these test images."""
-        path = self.folder / TEST_FILE
-        if not path.is_file():
+    def read(self) -> FinishedTraining | None:
+        """The training, if it has finished and was scored on the test images that are asked for.
+        Raises UserError where the student is of another training."""
+        path = self.folder / FILE
+        if not (path.is_file() and kept_epochs.finished(self.folder)):
             return None
-        scores: ScoresOnTest = json.loads(path.read_bytes())
-        if scores["test_sha256"] != self.test_sha256:
-            return None
-        return scores
-
-    def read(self) -> FinishedTraining:
-        """Reads the finished training from its files: its curves, and what it has cost. Raises
-        UserError where the files are not of one training."""
-        metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.entry(self.folder)
-        phase_a: list[EpochMetrics] = []
-        if not self.row.plain:
-            phase_a = read_metrics(self.folder / "phase_a.jsonl")
-        costs = json.loads((self.folder / COSTS_FILE).read_text())
-        scores = self.test_scores()
-        test_acc = test_images = right = None
-        if scores is not None:
-            test_acc = scores["top1"]
-            test_images = scores["images"]
-            right = scores["right"]
-        return FinishedTraining(
-            seed=self.settings.seed,
-            folder=str(self.folder.relative_to(self.root)),
-            phase_a_epochs=epochs_in(phase_a),
-            test_acc=test_acc,
-            test_images=test_images,
-            right=right,
-            val_acc=[val_acc(entry) for entry in metrics],
-            val_loss=[entry["val_loss"] for entry in metrics],
-            loss_hard=[entry["loss_hard"] for entry in metrics],
-            seconds=[entry["seconds"] for entry in metrics],
-            processor_seconds=[entry.get("processor_seconds", 0.0) for entry in metrics],
-            costs=costs["student"],
-            phase_a_costs=costs["phase_a"],
-        )
+        training = FinishedTraining(**json.loads(path.read_bytes()))
+        if self.test_sha256 is None:
+            return replace(training, test_sha256=None, test_acc=None, test_images=None, right=None)
+        return training if training.test_sha256 == self.test_sha256 else None

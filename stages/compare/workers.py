@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,18 @@ from rich.progress import Progress
 
 import store
 from gaupipe.data.splits import load_data
-from gaupipe.settings.load import dump
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.messages import show_messages
-from gaupipe.system.progress import EpochMetrics, epochs_in, total_seconds
-from gaupipe.training.scores import classification_metrics, packed, predictions
+from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics, total_seconds
+from gaupipe.training.scores import packed, predictions
+from gaupipe.training.state import val_acc
 from stages import export, phase_a, phase_b
 from stages.begin import import_file
 from stages.compare import costs
 from stages.compare.trainings import (
-    COSTS_FILE,
-    TEST_FILE,
+    FILE,
     FinishedTraining,
     RowTraining,
     as_teacher,
@@ -54,7 +54,8 @@ def train(
     trained again. Others are trained in this process, or in ``jobs`` processes at once, which
     import the user's files ``imports``. Shows a bar, and a line for each training that ends."""
     by_folder = {training.folder: training for training in trainings}
-    unfinished = [training for training in by_folder.values() if not training.finished]
+    finished = {folder: training.read() for folder, training in by_folder.items()}
+    unfinished = [by_folder[folder] for folder, training in finished.items() if training is None]
     failures: dict[Path, str] = {}
 
     console = Console(file=sys.stderr, highlight=False)
@@ -80,9 +81,9 @@ def train(
                     console.print(f"{number}/{len(groups)} {name}: {line}", soft_wrap=True)
                 bar.advance(task)
 
-    return {
-        folder: failures.get(folder) or training.read() for folder, training in by_folder.items()
-    }
+    for training in unfinished:
+        finished[training.folder] = training.read()
+    return failures | {folder: run for folder, run in finished.items() if run is not None}
 
 
 @contextlib.contextmanager
@@ -176,36 +177,44 @@ def _export(training: RowTraining, metrics: list[EpochMetrics]) -> None:
 
 
 def _train(group: list[RowTraining]) -> str:
-    """One training, into its folder, beside a copy of its teacher's metrics."""
+    """One training, into its folder."""
     (training,) = group
     folder = training.folder
     settings = training.settings
-    maps = training.maps_url
     teacher = None
-    phase_a_costs: Mapping[str, Any] = {}
+    phase_a_epochs = 0
+    phase_a_costs: Mapping[str, float] = {}
+    test: Mapping[str, Any] = {}
     with _logged(folder / "log.txt"):
-        write_whole(folder / "config.yaml", dump(settings))
-
-        # copies, so that the folder of a training says all that it has cost
         if not training.row.plain:
             teacher = training.teacher
-            phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
-            write_whole(folder / "phase_a.jsonl", phase_a_metrics)
+            phase_a_epochs = epochs_in(read_metrics(teacher.phase_a / "metrics.jsonl"))
         if training.needs_phase_a:
             written = json.loads(training.phase_a_costs.read_text())
             phase_a_costs = costs.with_probe(written, settings.phase_b.alpha > 0)
 
-        metrics = phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
+        url = training.maps_url
+        metrics = phase_b.train_student(settings, folder, teacher=teacher, maps_url=url)
         if training.test_sha256 is not None:
-            scores = {"test_sha256": training.test_sha256, **score_test_split(training)}
-            write_whole(folder / TEST_FILE, json.dumps(scores) + "\n")
-
+            test = {"test_sha256": training.test_sha256, **score_test_split(training)}
+        finished = FinishedTraining(
+            seed=settings.seed,
+            folder=str(folder.relative_to(training.root)),
+            phase_a_epochs=phase_a_epochs,
+            val_acc=[val_acc(entry) for entry in metrics],
+            val_loss=[entry["val_loss"] for entry in metrics],
+            loss_hard=[entry["loss_hard"] for entry in metrics],
+            seconds=[entry["seconds"] for entry in metrics],
+            processor_seconds=[entry.get("processor_seconds", 0.0) for entry in metrics],
+            costs=costs.student_costs(training, metrics),
+            phase_a_costs=phase_a_costs,
+            **test,
+        )
         # last: a training counts as finished once this file is there
-        spent = {"student": costs.student_costs(training, metrics), "phase_a": phase_a_costs}
-        write_whole(folder / COSTS_FILE, json.dumps(spent) + "\n")
+        write_whole(folder / FILE, json.dumps(asdict(finished)) + "\n")
 
-    accuracy = metrics[-1]["val_acc"]
     seconds = total_seconds(metrics)
+    accuracy = finished.final_acc
     return f"validation accuracy {accuracy:.4f} after {len(metrics)} epochs, {seconds:.0f} s"
 
 
@@ -218,10 +227,10 @@ def _logged(log: Path) -> Iterator[None]:
 
 
 def score_test_split(training: RowTraining) -> dict[str, Any]:
-    """Scores a finished student on the test split, with the images that it gets right."""
+    """What a :class:`FinishedTraining` says of the test images."""
     data = load_data(training.settings.data)
     student = timm.create_model(f"local-dir:{training.folder / 'student'}", pretrained=True).eval()
     assert data.test is not None  # a comparison asks for it before it trains
     logits, labels = predictions(student, data.test, data, training.settings)
-    right = packed((logits.argmax(-1) == labels).numpy())
-    return {**classification_metrics(logits, labels), "right": right, "images": len(labels)}
+    right = (logits.argmax(-1) == labels).numpy()
+    return {"test_acc": float(right.mean()), "test_images": len(right), "right": packed(right)}
