@@ -195,7 +195,9 @@ class Teacher:
     def given_sha256(self) -> dict[str, str]:
         """The digest of weights that the user gives, by a name for messages; empty for a teacher
         that phase A makes."""
-        return {}
+        if self.kind.trained or self.sha256 is None:
+            return {}
+        return self.named_sha256()
 
     def say_before(self) -> None:
         """Says what a user should know of the teacher before it is used."""

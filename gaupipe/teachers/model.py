@@ -113,9 +113,6 @@ class ModelTeacher(Teacher):
             return self.probe.logits(features).log_softmax(-1)
         return self.probe.logits_out_of_fold(features, image_ids).log_softmax(-1)
 
-    def given_sha256(self) -> dict[str, str]:
-        return self.named_sha256()
-
     def notes(self) -> StoreNotes:
         return replace(super().notes(), probe=None if self.probe is None else self.data.sha256)
 

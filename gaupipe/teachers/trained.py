@@ -65,9 +65,6 @@ class TrainedOnLabels(ModelTeacher):
     def features(self) -> int:
         return int(self.timm_model.num_features)
 
-    def given_sha256(self) -> dict[str, str]:
-        return {}
-
     def check_student(self) -> None:
         """Nothing: it predicts the classes that it is trained on."""
 
