@@ -14,6 +14,7 @@ def settle(settings: Settings, before: Settings | None = None) -> Settings:
     the number of buckets; where there is a run ``before``, its own."""
     settings = with_images_of_weights(settings)
     if settings.precision == "auto":
+        precision: str
         if before:
             precision = before.precision
         else:

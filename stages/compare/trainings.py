@@ -44,9 +44,9 @@ class FinishedTraining:
     """Of the training images' labels, which all rows have."""
     seconds: list[float]
     processor_seconds: list[float]
-    costs: Mapping[str, float]
+    costs: Mapping[str, Any]
     """Of the student, by the names of :class:`stages.compare.costs.Costs`."""
-    phase_a_costs: Mapping[str, float]
+    phase_a_costs: Mapping[str, Any]
     """Of its teacher and the export; empty where neither counts."""
     sharing: int = 1
     """Trainings of the comparison, with this one, that need this very phase A and export."""

@@ -183,7 +183,7 @@ def _train(group: list[RowTraining]) -> str:
     settings = training.settings
     teacher = None
     phase_a_epochs = 0
-    phase_a_costs: Mapping[str, float] = {}
+    phase_a_costs: Mapping[str, Any] = {}
     test: Mapping[str, Any] = {}
     with _logged(folder / "log.txt"):
         if not training.row.plain:
