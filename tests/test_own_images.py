@@ -277,6 +277,15 @@ def test_class_folders_without_a_folder_for_training(tmp_path):
     assert flat.sha256 == inside.sha256
 
 
+@pytest.mark.parametrize("folder", [".", "../photos", "../photos/"])
+def test_a_folder_may_be_named_from_within(tmp_path, monkeypatch, folder):
+    whole = photos(tmp_path / "photos")
+    monkeypatch.chdir(whole)
+    found = load_photos(folder)
+    assert found.class_names == ["cat", "dog"]
+    assert found.sha256 == load_photos(whole).sha256
+
+
 # a run
 
 

@@ -211,7 +211,7 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
     empty = []
     astray = []
     others = []
-    start = len(os.path.join(folder, ""))
+    start = len(str(folder / "x")) - 1  # 0 in the current folder, whose name no path has
     for entry in sorted(folder.iterdir(), key=lambda entry: number_first(entry.name)):
         if is_hidden(entry.name):
             continue
