@@ -15,13 +15,20 @@ def draw_runs(folders: Sequence[Path], out: Path) -> list[Path]:
     SVG beside it, and returns both. Raises UserError for a folder without a training."""
     trainings: dict[str, list[EpochMetrics]] = {}
     for folder in folders:
-        count = len(trainings)
-        for place in (".", "*", "*/*"):
-            for path in sorted(folder.glob(f"{place}/metrics.jsonl")):
-                metrics = [entry for entry in read_metrics(path) if entry["epoch"] > 0]
-                if metrics:
-                    trainings[str(path.parent)] = metrics
-        if len(trainings) == count:
+        found = trainings_in(folder)
+        if not found:
             raise UserError(f"{folder}: nothing was trained there (there is no metrics.jsonl)")
+        trainings |= found
     draw(trainings, out.with_suffix(""))
-    return [out, out.with_suffix(".svg")]
+    return [out.with_suffix(".png"), out.with_suffix(".svg")]
+
+
+def trainings_in(folder: Path) -> dict[str, list[EpochMetrics]]:
+    """The metrics of the trainings in a folder, by their own folders."""
+    trainings = {}
+    for place in (".", "*", "*/*"):
+        for path in sorted(folder.glob(f"{place}/metrics.jsonl")):
+            metrics = [entry for entry in read_metrics(path) if entry["epoch"] > 0]
+            if metrics:
+                trainings[str(path.parent)] = metrics
+    return trainings

@@ -119,7 +119,7 @@ def train(
 
     Raises UserError before anything is written.
     """
-    changes = read_overrides(overrides) | by_name(settings)
+    changes = with_keywords(overrides, settings)
     asked = with_model(changes, "model.name", model, download)
     check_plain(asked)
     chosen, folder = read_settings(
@@ -150,7 +150,7 @@ def run(
     """Trains teacher, student and plain ViT, as ``gaupipe run`` does; stages that have finished are
     not run again. ``unlabelled``, ``teacher`` and ``baseline`` are the options of these names, the
     rest is as in :func:`train`. Raises UserError."""
-    changes = read_overrides(overrides) | by_name(settings)
+    changes = with_keywords(overrides, settings)
     asked = with_model(changes, "phase_a.teacher", teacher, download)
     asked = with_unlabelled(asked, unlabelled)
     chosen, folder = read_settings(config, asked, as_path(run_dir), as_path(data), student, teacher)
@@ -175,7 +175,7 @@ def export(
     run_dir: str | Path | None = None,
     *,
     model: str | None = None,
-    images: Sequence[str | Path] = (),
+    images: str | Path | Sequence[str | Path] = (),
     out: str | Path | None = None,
     kind: str | None = None,
     encoding: str | None = None,
@@ -191,6 +191,8 @@ def export(
     as ``gaupipe export-maps`` does, and opens the store; None for a teacher without one. ``how``
     are fields of :class:`stages.export.Place`, such as ``overwrite``; the others are options of the
     command. Raises UserError and StoreError."""
+    if isinstance(images, str | Path):
+        images = [images]
     files = [Path(path) for path in images]
     asked = {"kind": kind, "encoding": encoding, "k": k}
     url: str | None
@@ -231,9 +233,9 @@ def as_path(place: str | Path | None) -> Path | None:
     return None if place is None else Path(place)
 
 
-def by_name(settings: dict[str, Any]) -> ByName:
-    """Keywords as settings. Raises UserError for one that is named twice."""
-    changes: ByName = {}
+def with_keywords(overrides: Overrides, settings: dict[str, Any]) -> ByName:
+    """Overrides, and keywords as settings. Raises UserError for one that is named twice."""
+    changes = read_overrides(overrides)
     for keyword, value in settings.items():
         name = SHORT.get(keyword, keyword)
         if name in changes:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.settings import Settings
+from gaupipe.settings.places import REMEDY
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import duration
@@ -24,6 +25,7 @@ from gaupipe.teachers.model import ModelTeacher
 from gaupipe.teachers.probe import check_probe, features_of, stratified
 from gaupipe.training.scores import percent
 from gaupipe.training.settle import settle
+from gaupipe.vit.inputs import SETTING
 from stages.runs.timing import student_seconds
 
 MOST_IMAGES = 200
@@ -74,7 +76,11 @@ def decide(small: Settings, tuned: Settings) -> Way:
     labels = data.train.labels[ids]
 
     own = load_data(tuned.data)  # of the size that the trained weights expect
-    network = load_network(tuned.model.name, own, {}, download=tuned.download)
+    name = tuned.model.name
+    try:
+        network = load_network(name, own, {}, download=tuned.download, remedy=REMEDY)
+    except UserError as error:
+        raise UserError(f"--model: {str(error).removeprefix(f'{SETTING}: ')}") from None
     device = select_device(tuned.device, tuned.threads)
     teacher = ModelTeacher(tuned, own, device, network.to(device).eval())
     sample = Split(own.train.source, own.train.positions[ids])

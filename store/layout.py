@@ -123,7 +123,7 @@ class Layout:
         if data is None:
             raise UnfinishedStore(
                 f"{url}: no attention-map store there (no {ROOT}); "
-                "export one with gaupipe export-maps"
+                "export one with gaupipe export-maps, or name the place where it is now"
             )
         broken = damaged(url, f"{ROOT} is damaged or was edited")
         try:

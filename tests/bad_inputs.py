@@ -967,11 +967,31 @@ DATA = [
     ),
     Row("plan --unlabelled pictures --images 9 --classes 2", "--unlabelled pictures --images"),
     Row("plan --model vit_tiny_patch16_224", "--model vit_tiny_patch16_224 --data --images"),
-    Row("plan digits --model vit_tiny_patch16_224 --images 9", "CONFIG digits --model"),
+    Row("plan digits --model vit_tiny_patch16_224 --images 9", "CONFIG --model"),
+    *(
+        Row(f"plan --model vit_tiny_patch16_224 --images 9 {more}", f"{more.split()[0]} --model")
+        for more in ("--train", "--world-size 2", "--set seed=1", "--download", "--classes 3")
+    ),
+    Row("plan --data pictures --model vit_tiny_patch16_224 --train", "--train --model"),
+    Row("plan --model absent --images 9", "absent"),
+    Row(
+        "plan --data pictures --model vit_tiny_patch16_224 --set data.image_size=16",
+        "--model vit_tiny_patch16_224 --download",
+    ),
     Row("plan --model resnet18 --images 9", "resnet18"),
     Row("plan --data pictures --model vit_tiny_patch16_224", "data.image_size 16 8"),
     Row("plan --model local-dir:absent --images 9", "no folder absent"),
     Row("curves pictures", "pictures nothing metrics.jsonl"),
+    Row("curves runs/tiny absent", "absent"),
+    *(
+        Row(f"{command} ''", option, kind="BadParameter")
+        for command, option in (
+            ("run --unlabelled", "--unlabelled"),
+            ("run --teacher", "--teacher"),
+            ("train --model", "--model"),
+            ("plan --images 9 --model", "--model"),
+        )
+    ),
     Row("curves runs/tiny --out a.txt", "--out a.txt .png"),
     Row("plan --unlabelled pictures --train", "--unlabelled pictures --train"),
     Row(

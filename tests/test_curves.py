@@ -39,3 +39,5 @@ def test_a_training_leaves_its_curves_and_a_command_overlays_runs(
     text = (tmp_path / "both.svg").read_text()
     assert all(f"<!-- {seed}/plain/standard -->" in text for seed in (0, 1))
     assert in_process("curves", "0", cwd=tmp_path)[1].split()[0] == "0/curves.png"
+    code, out, _ = in_process("curves", "0", "0", "--out", "0.PNG", cwd=tmp_path)  # twice is once
+    assert code == 0 and all((tmp_path / file).is_file() for file in out.split())

@@ -253,6 +253,18 @@ def export(run: Path, out: Path, in_process) -> tuple[int, str, str]:
     return in_process("export-student", "--run-dir", run, "--format", "pt2", "--out", out)
 
 
+def test_the_line_that_runs_an_exported_student_can_be_pasted(run, tmp_path, in_process, capfd):
+    code, _, err = export(run, tmp_path / "it's here.pt2", in_process)
+    assert code == 0
+    line = err.partition("to run it: ")[2].strip()
+    program, option, code = shlex.split(line)
+    assert (program, option) == ("python", "-c")
+    exec(code)
+    assert "grad_fn" in capfd.readouterr().out
+    _, _, err = export(run, tmp_path / "plain.pt2", in_process)
+    assert err.partition("to run it: ")[2].count("'") == 2
+
+
 def test_an_exported_student_replaces_a_file_through_a_link(run, tmp_path, in_process):
     folder = tmp_path / "out"
     folder.mkdir()

@@ -57,7 +57,7 @@ def test_the_maps_of_a_model_are_stored(tmp_path):
     photos(tmp_path / "photos")
     save_student(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1), tmp_path / "vit")
     maps = gaupipe.export(
-        model=str(tmp_path / "vit"), images=[tmp_path / "photos"], out=tmp_path / "maps.zarr"
+        model=str(tmp_path / "vit"), images=tmp_path / "photos", out=tmp_path / "maps.zarr"
     )
     assert maps.schema.layers == 1 and len(maps) == len(list((tmp_path / "photos").rglob("*.png")))
 
@@ -69,6 +69,8 @@ def test_the_maps_of_a_model_are_stored(tmp_path):
         (lambda: gaupipe.train("digits", **{"phase_b.epochs": 1}), "phase_b is for students"),
         (lambda: gaupipe.train("digits", epoch=1), "unknown setting 'epoch'"),
         (lambda: gaupipe.train("digits", epochs=1, **{"train.epochs": 2}), "given too: give one"),
+        (lambda: gaupipe.train(epochs=1, overrides="train.epochs=2"), "given too: give one"),
+        (lambda: gaupipe.train("digits", lr=-1), "train.optim.lr: input should be greater than 0"),
         (lambda: gaupipe.run("absent.yaml"), "no file 'absent.yaml'"),
         (lambda: gaupipe.export("absent"), "absent is not a run directory"),
         (lambda: gaupipe.export(model="vit"), "--model NAME and --images PATH belong together"),

@@ -1,15 +1,18 @@
 """``import gaupipe`` from a user's program: timm knows the names whoever starts the program and
 whatever is imported first, and a file of the user that hides one of gaupipe's packages is named."""
 
+import json
 import os
 import shlex
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
 
+from gaupipe.system import imports
 from gaupipe.system.imports import pip_install
 
 BUILD = """
@@ -81,3 +84,27 @@ def test_the_command_that_adds_an_extra_works_where_gaupipe_is_a_clone(tmp_path,
         assert edit == "-e" and project["name"] == "gaupipe"
         assert extra in project["optional-dependencies"]
         assert pip[:-2] in ([], [sys.executable], [os.path.relpath(sys.executable)])
+
+
+@pytest.mark.parametrize(
+    "noted, source",
+    [
+        (None, ""),
+        ({"url": "file:///a/clone", "dir_info": {}}, " @ file:///a/clone"),
+        (
+            {"url": "https://a.org/b.git", "vcs_info": {"vcs": "git", "commit_id": "c"}},
+            " @ git+https://a.org/b.git",
+        ),
+    ],
+)
+def test_an_extra_comes_from_where_gaupipe_was_installed(tmp_path, monkeypatch, noted, source):
+    """``direct_url.json`` as the packaging standard has it, and names as pip takes them."""
+    folder = tmp_path / "gaupipe-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: gaupipe")
+    if noted is not None:
+        (folder / "direct_url.json").write_text(json.dumps(noted))
+    monkeypatch.setattr(imports, "distribution", lambda name: PathDistribution(folder))
+    monkeypatch.setattr(imports, "__file__", str(tmp_path / "gaupipe/system/imports.py"))
+    wanted = shlex.split(pip_install("view"))[-1]
+    assert wanted == f"gaupipe[view]{source}"

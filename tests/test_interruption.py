@@ -151,6 +151,14 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert not (tmp_path / "run/phase_a/checkpoint").exists()
 
 
+def test_ctrl_c_before_a_command_begins_is_one_line(in_process, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stages.cli.program.show_messages", interrupt)
+    assert in_process("plan") == (130, "", "gaupipe: interrupted\n")
+
+
 def test_draws_start_anew_on_another_type_of_device():
     def followed(name: int, first: int) -> int:
         epoch = object.__new__(Epoch)

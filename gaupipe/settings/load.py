@@ -22,8 +22,9 @@ Tree = dict[str, Any]
 """Settings as YAML nests them, {"a": {"b": value}}."""
 ByName = dict[str, Any]
 """Settings as the command line names them, {"a.b": value}, as JSON values."""
-Overrides = Sequence[str] | ByName
-"""Changes of settings in their order: values by name, or texts ``a.b=value``, the value in YAML."""
+Overrides = str | Sequence[str] | ByName
+"""Changes of settings in their order: values by name, or one or more texts ``a.b=value``, the value
+in YAML."""
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "configs"
@@ -68,6 +69,8 @@ def read_overrides(overrides: Overrides) -> ByName:
     """A copy of changes by name. Raises UserError for a text that is no such change."""
     if isinstance(overrides, dict):
         return dict(overrides)
+    if isinstance(overrides, str):
+        overrides = [overrides]
     changes: ByName = {}
     for override in overrides:
         name, value = _read(override)

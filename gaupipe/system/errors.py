@@ -21,6 +21,9 @@ class Stopped(BaseException):
         self.number = signal.Signals(number)
         self.where = where
 
+    def __str__(self) -> str:
+        return f"stopped by {self.number.name} {self.where}, where the checkpoint is"
+
 
 def one_line(error: BaseException) -> str:
     """The type and the text of another library's error, at most 200 characters."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,8 +25,8 @@ def runs_as_module() -> bool:
 
 
 def pip_install(extra: str) -> str:
-    """The command that adds an ``extra`` to this installation of gaupipe, a clone or not, whichever
-    environment is active."""
+    """The command that adds an ``extra`` to this installation of gaupipe, from where it was
+    installed, whichever environment is active."""
     here = os.path.dirname(sys.executable)
     pip = "pip"
     if os.path.dirname(shutil.which("pip") or "") != here:
@@ -32,7 +34,20 @@ def pip_install(extra: str) -> str:
     clone = Path(__file__).parents[2]
     if (clone / "pyproject.toml").is_file():
         return f"{pip} install -e '{from_here(clone)}[{extra}]'"
-    return f"{pip} install 'gaupipe[{extra}]'"
+    return f"{pip} install 'gaupipe[{extra}]{origin()}'"
+
+
+def origin() -> str:
+    """`` @ URL`` of the clone or the repository that pip installed gaupipe from, as pip notes it;
+    empty for a release."""
+    noted = distribution("gaupipe").read_text("direct_url.json")
+    if noted is None:
+        return ""
+    place = json.loads(noted)
+    url = place["url"]
+    if "vcs_info" in place:
+        url = f"{place['vcs_info']['vcs']}+{url}"
+    return f" @ {url}"
 
 
 def refuse_namesakes() -> None:

@@ -199,7 +199,7 @@ def initialise(name: str, download: bool) -> Any:
         raise UserError(f"--random-weights: is for a timm name without weights, not with {other}")
     architecture = name.split(".")[0]
     if not timm.is_model(architecture):
-        raise UserError(f"--random-weights: timm has no model {architecture!r}")
+        raise UserError(f"timm has no model {architecture!r}")
     torch.manual_seed(0)
     return timm.create_model(architecture).eval()
 

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import timm
+from huggingface_hub.errors import LocalEntryNotFoundError
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -92,5 +93,10 @@ def create_model(name: str, arguments: dict[str, Any], **weights: Any) -> nn.Mod
     whatever timm or the hub makes of them."""
     try:
         return timm.create_model(name, **arguments, **weights)
+    except LocalEntryNotFoundError:
+        raise UserError(
+            f"{name}: the hub with its weights cannot be reached; --download needs a connection, "
+            "local-dir:FOLDER a folder with config.json and model.safetensors"
+        ) from None
     except Exception as error:
         raise UserError(f"timm cannot build {name} with {arguments}: {one_line(error)}") from None

@@ -5,9 +5,15 @@ Python imports this package before gaupipe, which knows by it that it may leave 
 later.
 """
 
+import sys
+
 
 def main() -> None:
     """The command ``gaupipe``."""
-    from stages.cli import program
+    try:
+        from stages.cli import program
 
-    program.main()
+        program.main()
+    except KeyboardInterrupt:  # before there is a command that could say how it goes on
+        print("gaupipe: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -128,6 +128,9 @@ def curves_of(
     Example: `gaupipe curves runs/digits runs/longer --out both.png`
     """
     runs = runs or [find_run(None, "a name after 'curves' is another")]
+    for run in runs:
+        if not run.is_dir():
+            raise UserError(f"{run}: no such folder; name a run, or the folder of a training")
     if out is None:
         out = runs[0] / "curves.png"
     check_file("--out", out, ".png")

@@ -29,6 +29,7 @@ from stages.cli.options import (
     StudentName,
     Unlabelled,
     option,
+    parse_name,
     parse_path,
     setting,
 )
@@ -231,6 +232,7 @@ def plan(
             "--model NAME",
             "With --data: should a training begin with this ViT, or from random weights? With "
             "--images: plan the export of its maps.",
+            parser=parse_name,
         ),
     ] = None,
     download: Download = False,
@@ -248,11 +250,14 @@ def plan(
         other = "--train" if plain else "--images"
         raise UserError(f"--unlabelled {unlabelled}: leave it out with {other}")
     if model is not None:
-        for name, value in {"CONFIG": config, "--run-dir": run_dir, "--classes": classes}.items():
-            if value is not None:
-                raise UserError(f"{name} {value}: leave it out with --model {model}")
         if (data is None) == (images is None):
             raise UserError(f"--model {model}: give --data FOLDER or --images N with it")
+        others: dict[str, Any] = {"CONFIG": config, "--run-dir": run_dir, "--classes": classes}
+        others |= {"--world-size": world_size > 1, "--train": plain}
+        if images is not None:  # no training, and no weights
+            others |= {"--set": overrides, "--download": download}
+        for name in (name for name, value in others.items() if value):
+            raise UserError(f"{name}: leave it out with --model {model}")
         if data is not None:
             compare_beginnings(data, model, overrides, download, as_json)
         elif images is not None:

@@ -58,6 +58,13 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
+def parse_name(text: str) -> str:
+    """A name of the command line, which a script may have left empty as well."""
+    if not text:
+        raise typer.BadParameter("is empty")
+    return text
+
+
 def parse_part(text: str) -> tuple[int, int]:
     """The numbers of 3/16."""
     number, _, parts = text.partition("/")
@@ -108,6 +115,7 @@ Unlabelled = Annotated[
         "--unlabelled FOLDER",
         "Images without labels, too: a folder, a .tar or hfds/NAME.",
         "unlabelled/ beside train/",
+        parser=parse_name,
     ),
 ]
 RunDir = Annotated[
@@ -166,6 +174,7 @@ Teacher = Annotated[
         "--teacher NAME",
         "gaussian, vit, local, local-dir:FOLDER, or a timm name with published weights",
         "phase_a.teacher",
+        parser=parse_name,
     ),
 ]
 Download = Annotated[
@@ -176,6 +185,7 @@ AnyModel = Annotated[
     option(
         "--model NAME",
         "In place of a run: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's folder.",
+        parser=parse_name,
     ),
 ]
 ImagePaths = Annotated[

@@ -80,10 +80,7 @@ def main() -> None:
 def how_far(stopped: Stopped, in_a_world: bool) -> str:
     """How far a training that was stopped is; the command that continues it follows."""
     launched = " (with torchrun, as before)" if in_a_world else ""
-    return (
-        f"stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "
-        f"to go on{launched}:"
-    )
+    return f"{stopped}; to go on{launched}:"
 
 
 def name_of_command() -> str:

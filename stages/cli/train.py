@@ -31,6 +31,7 @@ from stages.cli.options import (
     TeacherLearningRate,
     Unlabelled,
     option,
+    parse_name,
     parse_part,
 )
 from stages.cli.output import print_rich
@@ -280,6 +281,7 @@ def train(
             "--model NAME",
             "Fine-tune these weights: a timm name, or local-dir:FOLDER.",
             "none, a training from random weights",
+            parser=parse_name,
         ),
     ] = None,
     download: Download = False,

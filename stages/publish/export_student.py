@@ -86,11 +86,12 @@ FORMATS = {"onnx": to_onnx, "pt2": to_pt2}
 """Exporters by format, which is also how the file's name ends."""
 
 USES = {
-    "onnx": "import numpy, onnxruntime; print(onnxruntime.InferenceSession({path!r})"
-    ".run(None, {{'images': numpy.zeros({shape}, 'float32')}})[0])",
-    "pt2": "import torch; print(torch.export.load({path!r}).module()(torch.zeros({shape})))",
+    "onnx": "import numpy, onnxruntime; print(onnxruntime.InferenceSession({path})"
+    '.run(None, {{"images": numpy.zeros({shape}, "float32")}})[0])',
+    "pt2": "import torch; print(torch.export.load({path}).module()(torch.zeros({shape})))",
 }
-"""By format Python that prints the logits of an image, here of zeros."""
+"""By format Python that prints the logits of an image, here of zeros, without single quotes, which
+stand around it in a shell."""
 
 
 def export_student(
@@ -123,4 +124,5 @@ def export_student(
             f"{difference:.2g}, more than {TOLERANCE}"
         )
     write_whole(target, content)
-    return out, difference, USES[format].format(path=str(out), shape=(1, *images.shape[1:]))
+    use = USES[format].format(path=json.dumps(str(out)), shape=(1, *images.shape[1:]))
+    return out, difference, use
