@@ -54,8 +54,8 @@ STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
     ),
     "export": (
         30,
-        "{here}/export.py fashion_mnist --repeats 3",
-        "--repeats 2 --set data.train_images=64",
+        "{here}/export.py digits --set model.name=gauvit_atto_patch4_32 --set data.image_size=32",
+        "--repeats 2 --set data.train_images=16",
     ),
     "bfloat16": (30, "{here}/precision.py", "--tokens 64 --rounds 2"),
     "input": (
