@@ -172,7 +172,7 @@ Teacher = Annotated[
     str | None,
     setting(
         "--teacher NAME",
-        "gaussian, vit, local, local-dir:FOLDER, or a timm name with published weights",
+        "gaussian, vit, resnet, local, local-dir:FOLDER, or a timm name with published weights",
         "phase_a.teacher",
         parser=parse_name,
     ),

@@ -141,7 +141,13 @@ def export_maps(
     ] = None,
     k: Annotated[
         int | None,
-        option("--k N", "Keys of a query that topk stores.", "a quarter", min=1, max=255),
+        option(
+            "--k N",
+            "Keys of a query that topk stores.",
+            "a quarter, with --model 8",
+            min=1,
+            max=255,
+        ),
     ] = None,
     views: Annotated[
         int | None, option("--views N", "Augmented views of each image.", min=2, max=10000)
