@@ -35,6 +35,7 @@ from gaupipe.settings import PhaseBSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
+from gaupipe.system.progress import processor_seconds, read_metrics
 from gaupipe.teachers.base import outline
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.teachers.probe import fit_probe
@@ -48,7 +49,7 @@ from stages.compare.rows import Row
 from stages.look import inspect
 from stages.look.image_maps import LiveMaps, StudentMaps, images_of, photo
 from stages.publish import folder as publish
-from stages.run import run_all
+from stages.run import run_all, table
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher
@@ -120,6 +121,10 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
         assert getattr(rows[0], name) == getattr(rows[2], name), name
     assert rows[1].val_acc != rows[2].val_acc
     assert rows[0].parameters == rows[1].parameters and all(row.images_per_s for row in rows)
+    trained = [tmp_path / "run" / place for place in ("phase_a", "plain/standard")]
+    teacher, plain = (processor_seconds(read_metrics(at / "metrics.jsonl")) for at in trained)
+    assert rows[0].core_seconds > teacher and rows[2].core_seconds == plain  # the export counts
+    assert [column.header for column in table(rows, "").columns][3] == "core s"
 
 
 @pytest.mark.parametrize(

@@ -199,3 +199,9 @@ def epochs_in(metrics: Sequence[EpochMetrics]) -> int:
 def total_seconds(metrics: Sequence[EpochMetrics]) -> float:
     """Seconds of training steps over all epochs of a metrics file."""
     return sum(entry["seconds"] for entry in metrics)
+
+
+def processor_seconds(metrics: Sequence[EpochMetrics]) -> float:
+    """The same, summed over the processor's cores; of a teacher that was trained before, those of
+    its linear probe."""
+    return sum(entry.get("processor_seconds", 0.0) for entry in metrics)

@@ -26,7 +26,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.export import outputs
 from gaupipe.settings import Settings
-from gaupipe.system.progress import EpochMetrics, epochs_in
+from gaupipe.system.progress import EpochMetrics, epochs_in, processor_seconds
 from gaupipe.teachers.base import outline
 from gaupipe.training.job import drop_patches
 from stages import phase_b
@@ -139,9 +139,3 @@ def teacher_forward_cost(settings: Settings, data: ImageData) -> int:
     taken = teacher.images_for_training
     image = torch.zeros(1, taken.channels, taken.image_size, taken.image_size)
     return multiply_adds(partial(teacher.training_forward, image.to(teacher.device)))
-
-
-def processor_seconds(metrics: list[EpochMetrics]) -> float:
-    """Seconds of all processors over the training steps of a metrics file; of a teacher that was
-    trained before, over its linear probe."""
-    return sum(entry.get("processor_seconds", 0.0) for entry in metrics)
