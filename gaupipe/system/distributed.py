@@ -66,9 +66,24 @@ def rank() -> int:
     return _group().get_rank() if _is_initialized() else 0
 
 
+_alone = False
+
+
 def world_size() -> int:
     """W, the number of processes in the world."""
-    return _group().get_world_size() if _is_initialized() else 1
+    return _group().get_world_size() if _is_initialized() and not _alone else 1
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within it the world is this process, so that one rank may do by itself what would wait for
+    the others, such as a forward pass with a batch norm that they share."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
 
 
 def is_main() -> bool:

@@ -144,7 +144,8 @@ def kept_bytes(
             weights[name].requires_grad_(isinstance(tensor, nn.Parameter))
         batch = torch.empty(images, data.channels, data.image_size, data.image_size)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with hooks, contextlib.suppress(DataDependentOutputException):
+        decides = contextlib.suppress(DataDependentOutputException)
+        with hooks, decides, distributed.alone():  # rank 0 checks before the others
             functional_call(step, weights, batch)
     for weight in weights.values():
         kept.pop(weight.untyped_storage()._cdata, None)
