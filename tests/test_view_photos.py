@@ -403,7 +403,8 @@ def test_an_order_that_is_still_computed_is_not_said_to_be_empty(viewer, browser
         page = Page(browser, address)
         with viewer.answering():  # before which nothing is predicted
             page.open("order=unsure")
-            assert page.text("#thumbs") == "" and page.page.is_visible("#reading")
+            page.page.wait_for_selector("#reading")  # visible, soon after the page is open
+            assert page.text("#thumbs") == ""
         page.until("document.querySelectorAll('.thumb').length === 2")
         page.page.close()
 
