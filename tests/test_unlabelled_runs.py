@@ -372,3 +372,15 @@ def test_a_comparison_learns_from_images_without_labels(in_process, tmp_path):
     code, out, err = in_process(*compare)
     assert code == 0 and "2 of 3 trainings are left" in err, (out, err)
     assert len([*(tmp_path / "compared").glob("teachers/*/*.zarr")]) == 4
+
+
+def test_rows_of_labels_alone_read_no_images_without_labels(in_process, tmp_path):
+    photos(tmp_path / "mine/train")
+    photos(tmp_path / "mine/unlabelled/copies")  # which is refused once it is read
+    (tmp_path / "sweep.yaml").write_text("- {name: labels, plain: true}\n")
+    folders = ("--data", tmp_path / "mine", "--run-dir", tmp_path / "compared")
+    compare = ("compare", *folders, "--seeds", "0", *SMALL, *SHORT)
+    code, _, err = in_process(*compare, "--sweep", tmp_path / "sweep.yaml")
+    assert code == 0, err
+    code, _, err = in_process(*compare)
+    assert code == 2 and "are copies of training" in err

@@ -92,7 +92,7 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
 
 
 def phase_a_costs(
-    training: RowTraining, metrics: list[EpochMetrics], export_seconds: float
+    training: RowTraining, data: ImageData, metrics: list[EpochMetrics], export_seconds: float
 ) -> PhaseACosts:
     """``multiply_adds`` and ``processor_seconds`` of the teacher's epochs, which have the entries
     ``metrics``, and of the export of its maps for this training; those of a ``probe`` beside
@@ -100,7 +100,6 @@ def phase_a_costs(
     settings = as_teacher(training.settings)
     if not settings.phase_a.kind.stored:
         return {"multiply_adds": 0, "processor_seconds": 0.0}
-    data = load_data(settings.data, unlabelled=True)
     teacher = load_teacher(training.teacher, data)
     schema = store.open(str(training.maps)).schema
     exported = outputs(teacher, schema, teacher.batches(data.train), np.arange(1))

@@ -113,7 +113,7 @@ def plan(
     imports: Sequence[Path] = (),
 ) -> list[list[RowTraining]]:
     """For each row its training with each seed. Raises UserError for a row that cannot be run."""
-    read = reader(base.download)
+    read = reader(base.download, unlabelled=not all(row.plain for row in rows))
 
     def row_trainings(row: Row) -> list[RowTraining]:
         settings = settle(resolve(row, base))
@@ -130,8 +130,7 @@ def plan(
                 row=row,
                 settings=settings.model_copy(update={"seed": seed}),
                 root=run_dir,
-                data_sha256=data.both_sha256,
-                unlabelled_sha256=None if row.plain else data.unlabelled_sha256,
+                data_sha256=(data.both_sha256, None if row.plain else data.unlabelled_sha256),
                 image_size=data.image_size,
                 test_sha256=data.test_sha256 if test else None,
                 sources=sources,
@@ -143,14 +142,15 @@ def plan(
     return [row_trainings(row) for row in rows]
 
 
-def reader(download: bool) -> Callable[[Settings], ImageData]:
-    """Gives the data set of settings, and reads it once: most rows have the same images."""
+def reader(download: bool, unlabelled: bool) -> Callable[[Settings], ImageData]:
+    """Gives the data set of settings, and reads it once: most rows have the same images. Those
+    without labels are read only if some row learns from them."""
     loaded: dict[str, ImageData] = {}
 
     def read(settings: Settings) -> ImageData:
         name = settings.data.model_dump_json()
         if name not in loaded:
-            loaded[name] = load_data(settings.data, download, unlabelled=True)
+            loaded[name] = load_data(settings.data, download, unlabelled)
         return loaded[name]
 
     return read
@@ -159,7 +159,7 @@ def reader(download: bool) -> Callable[[Settings], ImageData]:
 def seconds_left(trainings: Sequence[Sequence[RowTraining]]) -> float:
     """Seconds of the trainings that have not finished, and of their teachers, one after the other:
     of each row some steps are measured."""
-    read = reader(download=False)
+    read = reader(download=False, unlabelled=not all(seeds[0].row.plain for seeds in trainings))
     seconds = 0.0
     taught: set[Path] = set()
     for seeds in trainings:

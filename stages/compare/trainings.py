@@ -92,10 +92,9 @@ class RowTraining:
     row: Row
     settings: Settings
     root: Path
-    data_sha256: str
+    data_sha256: tuple[str, str | None]
+    """Names the images with labels, and those without that it learns from."""
     image_size: int
-    unlabelled_sha256: str | None = None
-    """Names the images without labels that it learns from."""
     test_sha256: str | None = None
     """Names the test images that are scored, too; None where none are."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -106,8 +105,7 @@ class RowTraining:
 
     @property
     def teacher(self) -> RunDirectory:
-        images = self.data_sha256, self.unlabelled_sha256
-        name = digest(as_teacher(self.settings), *images, dict(self.sources))
+        name = digest(as_teacher(self.settings), *self.data_sha256, dict(self.sources))
         return RunDirectory(self.root / "teachers" / name)
 
     @property
@@ -148,9 +146,9 @@ class RowTraining:
 
     @property
     def folder(self) -> Path:
-        images = self.data_sha256, self.unlabelled_sha256
-        counted = *images, self.row.plain, dict(self.sources), dict(self.own_attention)
-        return self.root / "students" / digest(self.settings, *counted)
+        files = dict(self.sources), dict(self.own_attention)
+        name = digest(self.settings, *self.data_sha256, self.row.plain, *files)
+        return self.root / "students" / name
 
     def read(self) -> FinishedTraining | None:
         """The training, if it has finished and was scored on the test images that are asked for.

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import store
-from gaupipe.data.splits import load_data
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -151,10 +151,11 @@ def _teach(group: list[RowTraining]) -> str:
     settings = as_teacher(group[0].settings)
     teacher = group[0].teacher
     with _logged(teacher.path.with_suffix(".log")):
+        data = load_data(settings.data, unlabelled=True)
         resume = teacher.phase_a.exists()
-        metrics = phase_a.run(settings, teacher.path, resume=resume, students=False)
+        metrics = phase_a.run(settings, teacher.path, resume=resume, data=data, students=False)
         for training in stores.values():
-            _export(training, metrics)
+            _export(training, data, metrics)
     line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
     accuracy = metrics[-1]["train_acc"]
     if accuracy is not None:  # a teacher without a head has none
@@ -162,17 +163,16 @@ def _teach(group: list[RowTraining]) -> str:
     return line
 
 
-def _export(training: RowTraining, metrics: list[EpochMetrics]) -> None:
+def _export(training: RowTraining, data: ImageData, metrics: list[EpochMetrics]) -> None:
     """Writes the store of a training, and beside it the costs of phase A with this export."""
     began = time.process_time()
     settings = training.settings
-    data = load_data(settings.data, unlabelled=True)
     out = str(training.maps)
     augment = settings.augment
     export.ensure(
         training.teacher.path, out=out, export=settings.export, augment=augment, data=data
     )
-    spent = costs.phase_a_costs(training, metrics, time.process_time() - began)
+    spent = costs.phase_a_costs(training, data, metrics, time.process_time() - began)
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
 
 
