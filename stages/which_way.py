@@ -25,7 +25,6 @@ from gaupipe.teachers.model import ModelTeacher
 from gaupipe.teachers.probe import check_probe, features_of, stratified
 from gaupipe.training.scores import percent
 from gaupipe.training.settle import settle
-from gaupipe.vit.inputs import SETTING
 from stages.runs.timing import student_seconds
 
 MOST_IMAGES = 200
@@ -76,11 +75,9 @@ def decide(small: Settings, tuned: Settings) -> Way:
     labels = data.train.labels[ids]
 
     own = load_data(tuned.data)  # of the size that the trained weights expect
-    name = tuned.model.name
-    try:
-        network = load_network(name, own, {}, download=tuned.download, remedy=REMEDY)
-    except UserError as error:
-        raise UserError(f"--model: {str(error).removeprefix(f'{SETTING}: ')}") from None
+    network = load_network(
+        tuned.model.name, own, {}, download=tuned.download, remedy=REMEDY, asked_by="--model"
+    )
     device = select_device(tuned.device, tuned.threads)
     teacher = ModelTeacher(tuned, own, device, network.to(device).eval())
     sample = Split(own.train.source, own.train.positions[ids])

@@ -22,6 +22,7 @@ def load_network(
     *,
     download: bool = False,
     remedy: str = f"{', '.join(TEACHERS)}, {REMEDY}",
+    asked_by: str = SETTING,
 ) -> PredictingModel:
     """The network that ``phase_a.teacher`` names, with its trained weights, on the CPU.
 
@@ -30,13 +31,14 @@ def load_network(
     arguments   further keywords of ``timm.create_model``, such as ``{img_size: 32}``
     download    fetch weights that are not on this machine
     remedy      what to do where the folder is not whole
+    asked_by    the setting or option that names it
 
     Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
     """
     try:
         return readable(load_pretrained(teacher, arguments, download, remedy), data, teacher)
     except UserError as error:
-        raise UserError(f"{SETTING}: {str(error).removeprefix(f'{SETTING}: ')}") from None
+        raise UserError(f"{asked_by}: {str(error).removeprefix(f'{SETTING}: ')}") from None
 
 
 def readable(model: nn.Module, data: ImageData, name: str) -> PredictingModel:
