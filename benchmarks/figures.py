@@ -20,6 +20,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from timing import core_seconds
+
 ROWS = Path(__file__).parents[1] / "docs/results/data/benchmarks.json"
 
 
@@ -42,10 +44,9 @@ def main() -> None:
                 command = re.sub(r"--rounds \d+", "--rounds 2", command)
             words = shlex.split(command)
             words = [sys.executable if word == "python" else word for word in words]
-            process = subprocess.Popen(words)
-            _, status, used = os.wait4(process.pid, 0)
-            print(f"{used.ru_utime + used.ru_stime:.0f} core seconds: {command}", flush=True)
-            if status != 0:
+            try:
+                print(f"{core_seconds(words):.0f} core seconds: {command}", flush=True)
+            except subprocess.CalledProcessError:
                 failed.append(command)
     if failed:
         sys.exit("failed: " + "; ".join(failed))

@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import resource
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from timing import core_seconds
 
 from gaupipe.training.scores import packed
 
@@ -147,12 +146,8 @@ def taught(row: Row, run: Path, seed: int) -> float:
 
 def gaupipe(*words: str) -> float:
     """Runs a command, and returns its core seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "gaupipe", *words]
     print(shlex.join(["gaupipe", *words]), file=sys.stderr, flush=True)
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return core_seconds([sys.executable, "-m", "gaupipe", *words], stdout=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from timing import record, seconds, spread
+from timing import record, resident, seconds, spread
 from torch import nn
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
@@ -266,17 +266,10 @@ def peak_memory(step, device: torch.device) -> float:
             0
         )  # what earlier steps freed goes back to the system first
         Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
-        before = resident("VmRSS")
+        before = 1024 * resident("VmRSS")
         step()
-        peaks.append(resident("VmHWM") - before)
+        peaks.append(1024 * resident("VmHWM") - before)
     return max(peaks)
-
-
-def resident(name: str) -> int:
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
-    )
-    return int(line.split()[1]) * 1024
 
 
 def write_store(url: str, tokens: int, kind: str) -> store.Store:

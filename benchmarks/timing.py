@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +34,22 @@ def seconds(
     step()
     torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def core_seconds(command: Sequence[str], **how: Any) -> float:
+    """Runs a command to its end, and returns the seconds of the processor's cores that it took.
+    ``how`` is as in subprocess.run. Raises CalledProcessError for one that fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, **how)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def resident(name: str, process: int | str = "self") -> int:
+    """Memory of a process in kB, as the kernel counts: VmRSS is what it has now, RssAnon without
+    files, VmHWM the most that it had."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0])
 
 
 def record(name: str, values: Sequence[float]) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
-from timing import record
+from timing import record, resident
 
 START = "from the command to its address"
 OPEN = "from the address to the first picture"
@@ -115,12 +115,6 @@ def timed(act: Callable[[], float]) -> tuple[float, float]:
     return clock, processor() - before
 
 
-def peak(process: int) -> float:
-    """MB that were resident at most until now."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1000
-
-
 def one_round(
     arguments: argparse.Namespace,
     times: dict[str, list[tuple[float, float]]],
@@ -153,14 +147,14 @@ def one_round(
         try:
             times[START].append(timed(start))
             times[OPEN].append(timed(open_page))
-            memory["once the first page is there"].append(peak(server.pid))
+            memory["once the first page is there"].append(resident("VmHWM", server.pid) / 1000)
             for turn in range(arguments.clicks):
                 click_all(page, turn, times)
                 wait_until_idle()
                 clock, used = timed(lambda: page.evaluate(HOVER, MOVES))
                 times[MOVE].append((clock / MOVES, used / MOVES))
             wait_until_idle()
-            memory["at its end"].append(peak(server.pid))
+            memory["at its end"].append(resident("VmHWM", server.pid) / 1000)
         finally:
             browser.close()
             if server:

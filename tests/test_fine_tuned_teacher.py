@@ -74,7 +74,7 @@ def test_it_learns_the_labels_and_predicts_the_rest(given, images, tmp_path, in_
     [batch] = loaded.batches(data.unlabelled, 10).in_order(np.arange(10))
     with torch.no_grad():
         logits = model(batch.images).log_softmax(-1)
-    stored = store.open(run.unlabelled_maps).gather(np.arange(10))["logits"]
+    stored = store.open(run.path / "unlabelled.zarr").gather(np.arange(10))["logits"]
     np.testing.assert_allclose(torch.from_numpy(stored).float().log_softmax(-1), logits, atol=1e-2)
 
     before = timm.create_model(teacher, pretrained=True).state_dict()

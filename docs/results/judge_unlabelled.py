@@ -23,6 +23,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+from judge import digest
 from PIL import Image
 
 CLASSES = {"O": "organic", "R": "recyclable"}
@@ -61,8 +62,9 @@ def main() -> None:
         link(files, labels, names, folder / "train")
         link(files, labels, test, folder / "test")
     link(files, None, others, out / "unlabelled")
+    written = {str(file.relative_to(out)): file for file in out.rglob("*.*")}
     for split in ("train", "unlabelled", "test"):
-        print(f"{out / split}: SHA-256 {digest(out, split)}")
+        print(f"{out / split}: SHA-256 {digest(written, split)}")
 
 
 def distinct_images(dataset: Path) -> tuple[list[Path], np.ndarray]:
@@ -123,14 +125,6 @@ def link(files: list[Path], labels: np.ndarray | None, images: np.ndarray, folde
         place.mkdir(parents=True, exist_ok=True)
         suffix = ".png" if files[image].read_bytes().startswith(STARTS[1]) else ".jpg"
         os.link(files[image], place / f"{image:05}{suffix}")
-
-
-def digest(out: Path, split: str) -> str:
-    """SHA-256 of what ``find SPLIT -type f | LC_ALL=C sort | xargs sha256sum`` prints."""
-    lines = ""
-    for file in sorted((out / split).rglob("*.*")):
-        lines += f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(out)}\n"
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -231,8 +231,10 @@ def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -
     choices.choose("augment.resized_crop", {"scale": [0.5, 1.0]}, reason)
 
 
-def _choose_batch(choices: Choices, images: int) -> None:
-    batch = next(size for fewer, size in presets.BATCHES if images < fewer)
+def _choose_batch(choices: Choices, images: int, batch: int | None = None) -> None:
+    """Chooses the size of a batch, by the number of images in an epoch unless it is given."""
+    if batch is None:
+        batch = next(size for fewer, size in presets.BATCHES if images < fewer)
     choices.choose("data.batch_size", batch, f"images in a step, of {images:,} in an epoch")
 
 
@@ -272,11 +274,7 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
     choices.choose("phase_b.beta", share, "the weight of the labels: the share of their images")
     choices.choose("phase_b.alpha", round(1 - share, 2), "the weight of the teacher's predictions")
     choices.take(presets.PREDICTIONS)
-    if unlabelled:
-        reason = f"images in a step, of {both:,} in an epoch"
-        choices.choose("data.batch_size", presets.BATCH_OF_MANY, reason)
-    else:
-        _choose_batch(choices, images)
+    _choose_batch(choices, both, presets.BATCH_OF_MANY if unlabelled else None)
     _choose_optimizer(choices, epochs)
 
 

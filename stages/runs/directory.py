@@ -68,11 +68,6 @@ class RunDirectory:
     def maps(self) -> Path:
         return self.path / "maps.zarr"
 
-    @property
-    def unlabelled_maps(self) -> Path:
-        """The store of what the teacher says of the images without labels."""
-        return Path(store_of_unlabelled(str(self.maps)))
-
     def stored(self) -> Path:
         """The run's own store. Raises UserError where the run's teacher has none."""
         if (

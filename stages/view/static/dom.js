@@ -3,6 +3,8 @@
 export const $ = (id) => document.getElementById(id);
 
 export const percent = (share) => `${(100 * share).toFixed(share > 0.9995 ? 0 : 1)} %`;
+/** A weight, to three digits. */
+export const short = (number) => (number ? number.toPrecision(3) : "0");
 export const count = (number) => number.toLocaleString("en");
 
 /** The end of a path or URL. */

@@ -1,6 +1,6 @@
 // What is shown, in words and numbers.
 
-import { $, ending, make, percent } from "./dom.js";
+import { $, ending, make, percent, short } from "./dom.js";
 
 /** Numbers of a head, as charts, cells and facts name them. */
 export const NUMBERS = [
@@ -135,7 +135,7 @@ export function cardLines({ state, maps }, ranges) {
   const words = { mean: "mean over heads", rollout: "rollout", gradient };
   const what = `block ${maps.block(layer)}, ${words[head] ?? `head ${head}`}`;
   const reads = direction === "to" ? `who reads ${who}` : `what ${who} ${query === "mean" ? "read" : "reads"}`;
-  const scales = ranges.map(([least, most]) => `${least ? least.toPrecision(3) : "0"} to ${most.toPrecision(3)}`);
+  const scales = ranges.map((range) => range.map(short).join(" to "));
   const scale = `weights ${scales.join(" and ")}, the 98th percentile`;
   return [`${ending(maps.header.name)} · ${what} · ${reads}`, `${scale} · gaupipe view`];
 }

@@ -1,6 +1,6 @@
 // The large picture: a photo with the map of one head, beside it a student's.
 
-import { $, rangeOf } from "./dom.js";
+import { $, rangeOf, short } from "./dom.js";
 import { drawPane, makePane } from "./draw.js";
 import { headline } from "./facts.js";
 import { capped } from "./maps.js";
@@ -50,7 +50,7 @@ export class Stage {
     const least = Math.min(...own.map(([low]) => low));
     const most = Math.max(...own.map(([, top]) => top));
     this.ranges = this.app.rival ? own : [[least, most]]; // each class has a scale of its own
-    const ends = (end) => new Set(this.ranges.map((range) => (range[end] ? range[end].toPrecision(3) : "0")));
+    const ends = (end) => new Set(this.ranges.map((range) => short(range[end])));
     $("least").textContent = [...ends(0)].join(", ");
     $("most").textContent = [...ends(1)].join(", ");
     this.shown.forEach((seen, place) => {
