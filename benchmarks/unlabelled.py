@@ -43,6 +43,7 @@ from gaupipe.settings import OptimSettings
 from gaupipe.teachers.probe import FOLDS, Probe, fit, stratified
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import packed
+from gaupipe.vit.forward import forward_with_maps
 
 CLASSES = 10
 VALIDATION = 200  # of each class
@@ -67,11 +68,14 @@ class Row:
     unlabelled: int = UNLABELLED
     shuffled: bool = False
     maps: str | None = None
+    """Whose maps are learned: deit's, or a Gaussian ViT's."""
+    of_other_images: bool = False
     gamma: float = 1.0
     map_epochs: int = 4
     queries: int = 64
     """Of the 64 patches those whose maps are compared in a step."""
     network: str = "conv"  # or residual, patch, the ViT's stem; or resnet
+    attention: str = "standard"
     more_blocks: int = 0
     """Further residual blocks in each stage of the residual stem."""
     fine_blocks: int = 0
@@ -92,9 +96,14 @@ ROWS = {
     "shuffled predictions": Row(targets="deit", shuffled=True),
     "narrow ResNet's predictions": Row(targets="resnet"),
     "the ViT's own predictions": Row(targets="vit"),
-    "predictions and maps": Row(targets="deit", maps="own"),
-    "predictions and maps of 16 queries": Row(targets="deit", maps="own", queries=16),
-    "predictions and other images' maps": Row(targets="deit", maps="other"),
+    "predictions and maps": Row(targets="deit", maps="deit"),
+    "predictions and maps of 16 queries": Row(targets="deit", maps="deit", queries=16),
+    "predictions and other images' maps": Row(targets="deit", maps="deit", of_other_images=True),
+    "predictions and Gaussians": Row(targets="deit", maps="gaussian"),
+    "predictions and other images' Gaussians": Row(
+        targets="deit", maps="gaussian", of_other_images=True
+    ),
+    "Gaussian ViT": Row(targets="deit", attention="gaussian"),
     "narrow ResNet, labels": Row(epochs=30, network="resnet", lr=0.016),
     "narrow ResNet, predictions": Row(targets="deit", network="resnet", lr=0.016),
     "300 labels": Row(epochs=200, labels=300),
@@ -304,9 +313,23 @@ class Cache:
         for source, split in ((row.targets, "unlabelled"), (row.own, "labelled")):
             if source not in (None, "deit"):
                 seconds += float(np.load(trained_on_labels(self, source, split, seed))["seconds"])
-        if row.maps:
+        if row.maps == "deit":
             seconds += self.seconds["maps"]
+        if row.maps == "gaussian":
+            seconds += float(self.gaussians(seed).with_suffix(".seconds").read_text())
         return seconds
+
+    def gaussians(self, seed: int) -> Path:
+        """The maps of the row "Gaussian ViT", as :func:`maps_of` has them; made once."""
+        path = self.folder / f"gaussian_maps_{seed}.npy"
+        if not path.exists():
+            started = time.process_time()
+            network, _ = train(ROWS["Gaussian ViT"], self, seed)
+            images = np.concatenate([self.images["labelled"], self.images["unlabelled"]])
+            maps = learned_maps(network, images)
+            path.with_suffix(".seconds").write_text(f"{time.process_time() - started:.0f}")
+            np.save(path, maps)
+        return path
 
 
 def trained_on_labels(cache: Cache, source: str, split: str, seed: int) -> Path:
@@ -348,6 +371,7 @@ def build(row: Row) -> nn.Module:
     vit: Any = timm.create_model(
         "gauvit_atto_patch4_32",
         stem=row.network,
+        attention=row.attention,
         patch_size=2 if row.fine_blocks else 4,
         embed_dim=row.width,
         depth=row.depth,
@@ -419,7 +443,10 @@ def train(
     if some is not None:
         images, targets = images[some], targets[some]
     network = build(row)
-    maps = np.load(cache.folder / "maps.npy", mmap_mode="r") if row.maps else None
+    maps = None
+    if row.maps:
+        source = cache.gaussians(seed) if row.maps == "gaussian" else cache.folder / "maps.npy"
+        maps = np.load(source, mmap_mode="r")
     with_maps = FeatureLoss(network) if row.maps else None  # type: ignore[arg-type]
     steps = len(images) // BATCH_SIZE
     optim = OptimSettings(lr=row.lr, weight_decay=0.1, warmup_epochs=min(4, row.epochs // 2))
@@ -436,7 +463,7 @@ def train(
             pixels, mirrored = views(pixels, generator)
             batch = (pixels - MEAN) / STD
             if maps is not None and with_maps is not None and epoch < row.map_epochs:
-                whose = (ids + 1) % len(images) if row.maps == "other" else ids
+                whose = (ids + 1) % len(images) if row.of_other_images else ids
                 rows = torch.from_numpy(maps[whose]).float()
 
                 def of_block(block: int, queries: Tensor | None, rows: Tensor = rows) -> Tensor:
@@ -466,6 +493,17 @@ def logits_of(network: nn.Module, images: np.ndarray) -> np.ndarray:
         pixels = torch.from_numpy(images[start : start + 500]).permute(0, 3, 1, 2) / 255
         logits.append(network((pixels - MEAN) / STD))
     return torch.cat(logits).numpy()
+
+
+@torch.inference_mode()
+def learned_maps(network: nn.Module, images: np.ndarray) -> np.ndarray:
+    """[N, 4, T, T] float16: the mean over the heads of a ViT's maps of images as they are."""
+    maps = []
+    for start in range(0, len(images), 500):
+        pixels = torch.from_numpy(images[start : start + 500]).permute(0, 3, 1, 2) / 255
+        _, log_maps = forward_with_maps(network, (pixels - MEAN) / STD)  # type: ignore[arg-type]
+        maps.append(torch.stack([rows.exp().mean(1) for rows in log_maps], 1).half())
+    return torch.cat(maps).numpy()
 
 
 def measured(name: str, row: Row, folder: Path, seed: int) -> dict[str, Any]:
