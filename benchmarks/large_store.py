@@ -64,7 +64,7 @@ def make(url: Path, schema: store.Schema) -> None:
     count = writer.shards[0].stop
     rows = {
         name: 0.5 + generator.random((count, *spec.shape[1:]), np.float32)
-        for name, spec in schema.arrays().items()
+        for name, spec in schema.arrays.items()
     }
     if schema.labelled:
         rows["labels"] = generator.integers(0, schema.num_classes, count)
@@ -95,7 +95,7 @@ def measure(url: Path, schema: store.Schema) -> None:
     say("open")
     order = np.random.default_rng(0).permutation(images)
     say("order of an epoch")
-    read = [name for name in schema.arrays() if name != "names"]
+    read = [name for name in schema.arrays if name != "names"]
     for most in BATCHES:
         batches = min(most, -(-images // BATCH))
         shuffled = np.array_split(order[: batches * BATCH], batches)

@@ -88,10 +88,10 @@ def main() -> None:
 def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
     schema = make_schema(num_images=BATCH * BATCHES, **KINDS[name])
     schema = make_schema(num_images=max(BATCH, num_bytes // schema.bytes_per_image), **KINDS[name])
-    main_array = next(iter(schema.arrays()))
+    main_array = next(iter(schema.arrays))
     url, raw = folder / "maps.zarr", folder / "raw"
     write(url, raw, schema, main_array)
-    spec = schema.arrays()[main_array]
+    spec = schema.arrays[main_array]
     bytes_per_image = store.open(url).size_on_disk() / schema.num_images
     readers: dict[str, tuple[Callable, int]] = {
         "store": (lambda: store.open(url).gather, BATCHES),
@@ -253,7 +253,7 @@ def make_schema(**changes) -> store.Schema:
 def write(url: Path, raw: Path, schema: store.Schema, main_array: str) -> None:
     decoder = {"weight": np.ones((256, 256), np.float32)} if schema.kind == "embedding" else None
     writer = store.create(url, schema, decoder=decoder)
-    spec = schema.arrays()[main_array]
+    spec = schema.arrays[main_array]
     uncompressed = np.memmap(raw, spec.dtype, "w+", shape=spec.shape)
     for shard in writer.pending():
         n = shard.stop - shard.start
@@ -278,7 +278,7 @@ def make_numbers(schema: store.Schema, n: int, seed: int) -> np.ndarray:
     gaussians = make_gaussians(rng, n, schema.layers, schema.heads, schema.grid[0])
     if schema.kind == "gaussian":
         return gaussians
-    maps = np.empty((n, *schema.arrays()["maps"].shape[1:]), np.float16)
+    maps = np.empty((n, *schema.arrays["maps"].shape[1:]), np.float16)
     for image, values in enumerate(gaussians):
         maps[image] = expected_maps(values.astype(np.float32), schema.grid[0])
     return maps

@@ -17,7 +17,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics
 from stages.begin import begins, starts
 from stages.request import (
-    find_run,
+    name_run,
     names_model,
     read_settings,
     with_model,
@@ -197,15 +197,16 @@ def export(
     asked = {"kind": kind, "encoding": encoding, "k": k}
     url: str | None
     if not names_model(model, files, image_size) or model is None:
-        run = find_run(as_path(run_dir))
+        run = RunDirectory(name_run(as_path(run_dir)))
+        settings = run.settings()
         if out:
             check_model(teacher)
-        with begins(f"export: the teacher of {run}"):
+        with begins(f"export: the teacher of {run.path}"):
             from stages import export as stage
 
-        place = stage.Place(str(RunDirectory(run).maps if out is None else out), **how)
+        place = stage.Place(str(run.maps if out is None else out), **how)
         asked |= {"views": views}
-        request = stage.ExportRequest(run, place, asked, teacher, overrides, download)
+        request = stage.ExportRequest(run, settings, place, asked, teacher, overrides, download)
         url = stage.export_run(request)
     else:
         run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}

@@ -9,8 +9,10 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
+from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochMetrics, read_metrics
 from gaupipe.teachers.base import outline
+from gaupipe.training.settle import settle
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.opening import open_teacher, read_data
@@ -41,8 +43,10 @@ def run(
     """
     run = RunDirectory(run_dir)
     with distributed.rank_zero_first():
-        settings = run.settle(settings)
-        run.check_free(settings, resume)
+        before = run.begun()
+        settings = settle(settings, before)
+        run.check(settings, before)
+        run.check_free(resume)
         data = read_data(settings, run, data, unlabelled=True)
         if data.unlabelled is not None:
             check_unlabelled(settings)
@@ -68,7 +72,7 @@ def run(
             sha256 = teacher.sha256  # of the images of all ranks
             if sha256 is not None and distributed.is_main():
                 # last: with the metrics it says that phase A has finished
-                run.write_teacher_digest(sha256)
+                write_whole(run.teacher_sha256, sha256 + "\n")
     if state is not None:
         return state.metrics  # other machines of a world have no file
     return read_metrics(run.phase_a / "metrics.jsonl")

@@ -12,6 +12,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import PRELOAD_BYTES, build_distilled, build_without_store
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
+from gaupipe.settings.load import with_anytime
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.messages import LOG
@@ -21,7 +22,7 @@ from gaupipe.training.job import Training, build_plain, train
 from gaupipe.training.student import build_student
 from stages.runs import kept_epochs, ranks, students
 from stages.runs.directory import RunDirectory, store_of_unlabelled
-from stages.runs.opening import open_student, read_data
+from stages.runs.opening import open_student, read_data, starts_afresh
 from stages.runs.students import StudentRequest
 from stages.runs.trained import load_teacher
 
@@ -41,9 +42,9 @@ def run_request(request: StudentRequest, data: ImageData | None = None) -> list[
     teacher = request.teacher
     with distributed.rank_zero_first():  # whatever can be refused is, before there are files
         data = read_data(settings, request.run, data, unlabelled=teacher is not None)
-        afresh = request.starts_afresh()
+        afresh = starts_afresh(request)
         job = build_training(settings, data, teacher, request.maps_url, afresh)
-        if teacher is not None and afresh:
+        if teacher is not None and afresh and settings.phase_b.warm_start != "none":
             job = warm_start(job, teacher)
     ranks.check_same(job.settings, data, {"run": request.folder})
 
@@ -102,13 +103,10 @@ def build_training(
 
 
 def warm_start(job: Training, directory: RunDirectory) -> Training:
-    """A training whose student begins with weights of the run's teacher, where the settings ask for
-    a warm start."""
-    settings = job.settings
-    how = settings.phase_b.warm_start
-    if how == "none":
-        return job
-    teacher = load_teacher(directory, job.data, with_images=False, now=settings)
+    """A training whose student begins with weights of the run's teacher."""
+    how = job.settings.phase_b.warm_start
+    settings = with_anytime(directory.settings(), job.settings)
+    teacher = load_teacher(directory, job.data, with_images=False, settings=settings)
     spread = None
     if how == "slice":
         spread = teacher.spread()

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
+from gaupipe.settings.load import with_anytime
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics, processor_seconds, total_seconds
 from gaupipe.training.scores import percent
+from gaupipe.training.settle import settle
 from gaupipe.training.student import outline_student
 from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs
@@ -57,7 +59,7 @@ def run_all(
         students[False] = "plain"
 
     with distributed.rank_zero_first():
-        images = run_directory.settle(settings).data
+        images = settle(settings, run_directory.begun()).data
         data = load_data(images, settings.download, unlabelled=True)
         if False in students:
             outline_student(settings, data, settings.train)
@@ -114,7 +116,7 @@ def with_sizes(
 ) -> list[Line]:
     """The lines of a teacher, its student and the baseline, if there is one, with their parameters
     and speeds."""
-    teacher = load_teacher(run, data, now=settings)
+    teacher = load_teacher(run, data, settings=with_anytime(run.settings(), settings))
     models = [teacher.timed()]
     for distilled in (True, False)[: len(lines) - 1]:
         student = load_student(run.path, settings.model.attention, distilled)

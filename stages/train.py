@@ -9,9 +9,10 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.training.job import build_plain, train
+from gaupipe.training.settle import settle
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import open_student, read_data
+from stages.runs.opening import open_student, read_data, starts_afresh
 from stages.runs.students import StudentRequest
 
 ELSEWHERE = "another --run-dir starts afresh"
@@ -38,7 +39,7 @@ def run(
     request = resolve(settings, RunDirectory(run_dir), resume)
     with distributed.rank_zero_first():  # whatever can be refused is, before there are files
         data = read_data(request.settings, request.run, data)
-        job = build_plain(request.settings, data, request.starts_afresh())
+        job = build_plain(request.settings, data, starts_afresh(request))
     ranks.check_same(job.settings, data, {"run": request.folder})
 
     with open_student(request, job) as state:
@@ -51,11 +52,12 @@ def run(
 def resolve(settings: Settings, directory: RunDirectory, resume: bool) -> StudentRequest:
     """The request for a student in a run that may not have begun. Raises UserError for one that
     the run directory does not allow."""
-    settings = directory.settle(settings)
-    before = directory.settings() if directory.config.is_file() else settings
-    # another epoch to keep does not make another run
-    asked = settings.with_section("train", keep=before.train.keep)
-    directory.check(asked)
+    before = directory.begun()
+    settings = settle(settings, before)
+    asked = settings
+    if before is not None:  # another epoch to keep does not make another run
+        asked = settings.with_section("train", keep=before.train.keep)
+    directory.check(asked, before)
     folder = directory.student(settings.model.attention, distilled=False)
     request = StudentRequest(
         settings, folder, directory, resume=resume, begins_run=True, instead=ELSEWHERE

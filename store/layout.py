@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def names(self) -> list[str]:
-        return list(self.schema.arrays())
+        return list(self.schema.arrays)
 
     @property
     def num_shards(self) -> int:
@@ -91,12 +91,12 @@ class Layout:
 
     def shard_key(self, name: str, index: int) -> str:
         """zarr's name, within an array, for its chunk of a shard: it covers all other axes."""
-        dimensions = len(self.schema.arrays()[name].shape)
+        dimensions = len(self.schema.arrays[name].shape)
         return "/".join(["c", str(index)] + ["0"] * (dimensions - 1))
 
     def is_column(self, name: str) -> bool:
         """True for an array with so few bytes an image that a whole shard is one chunk."""
-        numbers = math.prod(self.schema.arrays()[name].shape[1:])
+        numbers = math.prod(self.schema.arrays[name].shape[1:])
         return numbers * self.schema.stored_dtype(name).itemsize < COLUMN_BYTES
 
     def root_file(self) -> bytes:
@@ -221,7 +221,7 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
     buffers: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(buffers))
     checked = [ZstdCodec(level=1, checksum=True), Crc32cCodec()]
-    for name, spec in schema.arrays().items():
+    for name, spec in schema.arrays.items():
         rows = 1  # a training reads single images in any order
         if layout.is_column(name):
             rows = per_shard
@@ -262,11 +262,6 @@ def _shared_axes(name: str, dimensions: int) -> list[str]:
     if name == "prior" and dimensions == 4:
         return ["layer", "head", "query", "raw"]
     return [f"{name}_{axis}" for axis in range(dimensions)]
-
-
-def read_metadata(files: Files, manifest: Manifest, name: str) -> dict[str, Any]:
-    """The zarr.json of one array. Raises DamagedStore when any bit of it has changed."""
-    return json.loads(read_checked(files, manifest, f"{name}/{ROOT}"))
 
 
 def read_decoder(files: Files, manifest: Manifest) -> dict[str, np.ndarray]:

@@ -21,10 +21,9 @@ from store.layout import (
     incomplete,
     open_layout,
     read_decoder,
-    read_metadata,
     refuse_lost_shards,
 )
-from store.manifest import Manifest, finished_shards
+from store.manifest import Manifest, finished_shards, read_checked
 
 INDEX_BYTES = 16
 """Of an image, in the index of its shard."""
@@ -92,7 +91,7 @@ class Store:
         self._layout = layout
         self._manifest = manifest
         for name in layout.names:  # tensorstore would read by a zarr.json that was edited
-            read_metadata(files, manifest, name)
+            read_checked(files, manifest, f"{name}/{ROOT}")
         # no more than the indices need: the rest would fill with images that an epoch reads once
         indices = INDEX_BYTES * layout.num_shards * layout.images_per_shard + 2**20
         self._arrays = {}

@@ -98,7 +98,7 @@ class Schema(ArraySizes):
         self._check("k", refused_k is None, f"in the kind {self.kind!r} {refused_k}")
         multiple = self.num_images % self.views == 0
         self._check("num_images", multiple, f"it must be a multiple of the {self.views} views")
-        if self.encoding == "uint8" and not any(map(self.has_codes, self.arrays())):
+        if self.encoding == "uint8" and not any(map(self.has_codes, self.arrays)):
             raise StoreError(f"a store of kind {self.kind!r} takes the encoding 'float16' alone")
 
     def _sizes_of_maps(self) -> dict[str, int]:
@@ -129,12 +129,9 @@ class Schema(ArraySizes):
         """Images whose views are stored: `num_images` / `views`."""
         return self.num_images // self.views
 
+    @functools.cached_property
     def arrays(self) -> dict[str, ArraySpec]:
         """The arrays `gather` returns, by name, with the whole store's shapes."""
-        return self._arrays
-
-    @functools.cached_property
-    def _arrays(self) -> dict[str, ArraySpec]:
         numbers = Numbers()
         labels = Labels(self.num_classes)
         n = self.num_images
@@ -154,25 +151,25 @@ class Schema(ArraySizes):
 
     def has_codes(self, name: str) -> bool:
         """True for an array that is stored as 8-bit codes of its numbers."""
-        return self.encoding == "uint8" and bool(self.arrays()[name].numbers.codes)
+        return self.encoding == "uint8" and bool(self.arrays[name].numbers.codes)
 
     def stored_dtype(self, name: str) -> np.dtype:
         """The dtype on disk of array `name`."""
         if self.has_codes(name):
             return np.dtype("uint8")
-        return self.arrays()[name].dtype
+        return self.arrays[name].dtype
 
     def fill_value(self, name: str) -> float:
         """The number on disk where nothing was written to array `name`."""
         if self.has_codes(name):
             return 0
-        return self.arrays()[name].numbers.fill
+        return self.arrays[name].numbers.fill
 
     def encode(self, name: str, values: np.ndarray, first_image: int) -> np.ndarray:
         """The stored form of `values` [n, ...] of the images from `first_image` on. Raises
         StoreError, with the image id, for numbers that make no sense in this array."""
         try:
-            return self.arrays()[name].numbers.encode(values, self.has_codes(name))
+            return self.arrays[name].numbers.encode(values, self.has_codes(name))
         except BadNumbers as bad:
             image, what = bad.args
             raise StoreError(f"image {first_image + image}: {name} {what}") from None
@@ -181,14 +178,14 @@ class Schema(ArraySizes):
         """The numbers a reader gets."""
         if not self.has_codes(name):
             return stored
-        return self.arrays()[name].numbers.decode(stored)
+        return self.arrays[name].numbers.decode(stored)
 
     @property
     def bytes_per_image(self) -> int:
         """Bytes of one image's numbers before compression."""
         return sum(
             math.prod(spec.shape[1:]) * self.stored_dtype(name).itemsize
-            for name, spec in self.arrays().items()
+            for name, spec in self.arrays.items()
         )
 
     @property

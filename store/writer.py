@@ -4,6 +4,7 @@ shard."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,7 +22,6 @@ from store.layout import (
     open_layout,
     plan,
     read_decoder,
-    read_metadata,
     refuse_lost_shards,
 )
 from store.manifest import (
@@ -30,6 +30,7 @@ from store.manifest import (
     Manifest,
     finished_shards,
     new_name,
+    read_checked,
     read_manifest,
     write_entry,
 )
@@ -53,7 +54,10 @@ class Writer:
         self._files = files
         self._layout = layout
         self._manifest = manifest
-        self._metadata = {name: read_metadata(files, manifest, name) for name in layout.names}
+        self._metadata = {
+            name: json.loads(read_checked(files, manifest, f"{name}/{ROOT}"))
+            for name in layout.names
+        }
 
     @property
     def url(self) -> str:
@@ -88,7 +92,7 @@ class Writer:
         stays as it is. Raises StoreError for a wrong name or shape, for NaN (with the image id),
         and when the storage fails.
         """
-        specs = self.schema.arrays()
+        specs = self.schema.arrays
         if set(arrays) != set(specs):
             raise StoreError(
                 f"a shard of this store has the arrays {', '.join(specs)}; "

@@ -7,6 +7,7 @@ from arguments import tiny
 from gaupipe.settings.load import load
 from stages import export, phase_a
 from stages.export.place import Place
+from stages.runs.directory import RunDirectory
 
 SETTINGS = [*tiny(200, 2, 1), "phase_a.mode=stochastic"]
 SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
@@ -34,4 +35,6 @@ def write_store(
     """Exports the run's teacher, or another one, to the run's own store or to ``out``. ``how`` are
     fields of :class:`Place`."""
     place = Place(str(run / "maps.zarr") if out is None else out, **how)
-    return export.export_run(export.ExportRequest(run, place, asked or {}, teacher))
+    directory = RunDirectory(run)
+    request = export.ExportRequest(directory, directory.settings(), place, asked or {}, teacher)
+    return export.export_run(request)

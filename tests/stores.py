@@ -22,8 +22,7 @@ def make_schema(**changes) -> store.Schema:
 def make_arrays(schema: store.Schema, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     arrays = {
-        name: rng.normal(size=spec.shape).astype(np.float32)
-        for name, spec in schema.arrays().items()
+        name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in schema.arrays.items()
     }
     if "gaussians" in arrays:
         arrays["gaussians"][..., 2:] = np.exp(arrays["gaussians"][..., 2:])

@@ -287,7 +287,7 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
     assert in_process(*command)[0] == 0
     assert in_process(*command, "--kind", "gaussian", "--out", run / "rows.zarr")[0] == 0
     small, large = store.open(run / "maps.zarr"), store.open(run / "rows.zarr")
-    assert small.schema.kind == "prior" and list(small.schema.arrays()) == ["logits", "labels"]
+    assert small.schema.kind == "prior" and list(small.schema.arrays) == ["logits", "labels"]
     ids = np.array([7, 0, 199])
     read, rows = (
         MAP_KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids))

@@ -29,7 +29,7 @@ def stored(run, in_process):
 def test_predictions_are_those_of_a_store_with_maps(stored, in_process):
     run, before = stored
     maps = store.open(run / "maps.zarr")
-    assert list(maps.schema.arrays()) == ["logits", "labels"]
+    assert list(maps.schema.arrays) == ["logits", "labels"]
     assert (maps.schema.grid, maps.schema.layers, maps.schema.heads) == (None, None, None)
     assert np.array_equal(maps.gather(np.arange(40))["logits"], before)
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0

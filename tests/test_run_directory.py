@@ -16,7 +16,7 @@ from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from killing import FORKS
 from stages import phase_a, phase_b
-from stages.runs import students
+from stages.runs import opening, students
 from stages.runs.directory import RunDirectory, last_used
 from stages.runs.locks import locked
 
@@ -157,13 +157,13 @@ def test_a_new_student_has_its_settings_or_is_not_there(made, monkeypatch):
         assert other != folder and not folder.exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(students, "write_request", write)
+    monkeypatch.setattr(opening, "write_request", write)
     with pytest.raises(KeyboardInterrupt):
-        students.make_folder(request)
+        opening.make_folder(request)
     assert not list(folder.parent.glob("*new*"))
-    monkeypatch.setattr(students, "write_request", lambda *_: (folder / "full").mkdir(parents=True))
+    monkeypatch.setattr(opening, "write_request", lambda *_: (folder / "full").mkdir(parents=True))
     with pytest.raises(UserError, match="new already exists"):
-        students.make_folder(request)
+        opening.make_folder(request)
     assert [path.name for path in folder.parent.glob("*new*")] == ["new"]
 
 
@@ -172,10 +172,10 @@ def test_a_new_student_follows_the_umask_and_no_link(made):
     request = students.StudentRequest(RunDirectory(made).settings(), folder)
     before = os.umask(0o027)
     try:
-        students.make_folder(request)
+        opening.make_folder(request)
     finally:
         os.umask(before)
     assert folder.stat().st_mode & 0o777 == 0o750 and (folder / "config.yaml").is_file()
     folder.with_name("link").symlink_to("nowhere")
     with pytest.raises(UserError, match="link already exists"):
-        students.make_folder(dataclasses.replace(request, folder=folder.with_name("link")))
+        opening.make_folder(dataclasses.replace(request, folder=folder.with_name("link")))

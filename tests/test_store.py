@@ -36,7 +36,7 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
     write_store(tmp_path / "s", schema, arrays, **options_of(schema))
     maps = store.open(tmp_path / "s", preload_bytes=preload_bytes)
     ids = np.array([22, 0, 0, 7, 8, 3])
-    assert list(maps.gather(ids)) == list(schema.arrays())
+    assert list(maps.gather(ids)) == list(schema.arrays)
     assert_stored(maps.gather(ids), arrays, ids)
     assert_stored(maps.gather([]), arrays, [])
     assert_stored(maps.read(6, 21), arrays, range(6, 21))  # parts of shards
@@ -54,7 +54,7 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
         name for name, values in decoder.items() if not np.array_equal(read[name], values)
     ] == []
     files = contents(tmp_path / "s").items()
-    sizes = [len(data) for key, data in files if key.split("/c/")[0] in schema.arrays()]
+    sizes = [len(data) for key, data in files if key.split("/c/")[0] in schema.arrays]
     assert maps.size_on_disk() == sum(sizes)
 
 

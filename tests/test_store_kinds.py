@@ -92,7 +92,7 @@ def test_what_is_lost_is_missing(tmp_path, kind, preload_bytes):
     arrays = make_arrays(schema)
     options = dict(shard_bytes=4 * schema.bytes_per_image, decoder=decoder_for(schema))
     write_store(tmp_path / "s", schema, arrays, **options)
-    name = next(iter(schema.arrays()))
+    name = next(iter(schema.arrays))
     (lost,) = (path for path in (tmp_path / "s" / name / "c" / "1").rglob("*") if path.is_file())
     lost.unlink()
     assert damaged_images(tmp_path / "s") == [(1, name, 4, 8)]

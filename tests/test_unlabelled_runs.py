@@ -15,6 +15,7 @@ from timm.models import save_for_hf
 
 import store
 from arguments import sets
+from exports import write_store
 from gaupipe.data.batches import Batches
 from gaupipe.data.images import UNLABELLED
 from gaupipe.distillation.export import is_complete
@@ -24,8 +25,7 @@ from killing import KILLED, AtCall, InWrite, exit_code
 from oracles import cross_entropies
 from pictures import more_photos, photos
 from runs import metrics, run_main
-from stages import export, phase_b
-from stages.export.place import Place
+from stages import phase_b
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher
 from stores import edit_root
@@ -105,7 +105,7 @@ def test_teacher_and_student_see_the_same_pixels_and_its_network_says_what_is_st
         seen.append(images)
     both = Batches(data.with_unlabelled(), data, CPU, 5).in_order()
     assert torch.equal(torch.cat([batch.images for batch in both]), torch.cat(seen))
-    assert "labels" not in stores[1].schema.arrays()
+    assert "labels" not in stores[1].schema.arrays
 
 
 def test_plan_counts_their_store_and_the_students_steps(finished, in_process):
@@ -294,7 +294,7 @@ def test_a_student_goes_on_where_it_was_killed(finished, run, in_process):
 
 def write_stores(run):
     """Both stores, of several shards each."""
-    export.export_run(export.ExportRequest(run, Place(str(run / "maps.zarr"), shard_mb=0.0001)))
+    write_store(run, shard_mb=0.0001)
 
 
 def test_an_export_goes_on_in_and_between_the_stores(run):

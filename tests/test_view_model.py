@@ -371,7 +371,7 @@ def test_a_store_of_a_model_round_trips(viewer, model, pictures, tmp_path, in_pr
     assert in_process(*command, *k, "--out", url, "--shard-mb", 0.001)[0] == 0
     schema = store.open(url).schema
     assert schema.prefix_tokens == 3 and schema.extra["teacher"] == model
-    assert [*schema.arrays()][-2:] == ["logits", "names"]  # images in files have no labels
+    assert [*schema.arrays][-2:] == ["logits", "names"]  # images in files have no labels
     assert in_process("verify", url, "--teacher")[0] == 0
     maps = torch.cat(eager_maps(viewer.model("").model, inputs(pictures, "b.png")))
     row = ("inspect", url, "--image", 1, "--layer", 1, "--head", 0, "--query", "class", "--json")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ ATTEMPTS = 10
 """Boxes drawn until one lies within the image, as in torchvision."""
 
 
+@dataclass
 class Augment:
     """The augmentation of one image at a time: everything in the settings but Mixup and CutMix
     (:func:`gaupipe.data.mixing.mix`).
@@ -44,10 +46,9 @@ class Augment:
     views: what is drawn is scaled, and rounded to pixels.
     """
 
-    def __init__(self, settings: AugmentSettings, seed: int, size: int | None = None) -> None:
-        self.settings = settings
-        self.seed = seed
-        self.size = size
+    settings: AugmentSettings
+    seed: int
+    size: int | None = None
 
     def __call__(
         self,

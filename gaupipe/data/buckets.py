@@ -9,6 +9,8 @@ images for any W, and an image stays with its rank as long as the world does.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from gaupipe.system import distributed
@@ -19,12 +21,12 @@ BLOCK = 16
 blocks are small and go around."""
 
 
+@dataclass
 class Buckets:
     """``images`` image ids in ``count`` buckets: id i is in bucket (i // BLOCK) % count."""
 
-    def __init__(self, images: int, count: int = 1) -> None:
-        self.images = images
-        self.count = count
+    images: int
+    count: int = 1
 
     def of(self, image_ids: np.ndarray) -> np.ndarray:
         """The bucket of each image id."""
@@ -53,28 +55,21 @@ class Buckets:
         """Batches in an epoch."""
         return -(-self.images // batch_size)
 
-    def epoch(self, seed: int, epoch: int, batch_size: int) -> list[dict[int, np.ndarray]]:
-        """For every batch of an epoch the image ids that this rank has in it, by bucket.
+    def epoch(
+        self, seed: int, epoch: int, batch_size: int, buckets: range | None = None
+    ) -> list[dict[int, np.ndarray]]:
+        """For every batch of an epoch the image ids that some ``buckets``, None for this rank's,
+        have in it, by bucket.
 
         (seed, epoch, bucket) determine the order. With one bucket, batches are full but for the
         last. With more, whole batches differ by at most one image, and none is without images of
         some bucket.
         """
-        return self._epoch(seed, epoch, batch_size, self.rank_buckets())
-
-    def counts_below(self, image_id: int, seed: int, epoch: int, batch_size: int) -> list[int]:
-        """For every whole batch of an epoch, over all ranks, the images with ids below this one."""
-        order = self._epoch(seed, epoch, batch_size, range(self.count))
-        return [
-            int(sum(np.count_nonzero(ids < image_id) for ids in parts.values())) for parts in order
-        ]
-
-    def _epoch(
-        self, seed: int, epoch: int, batch_size: int, buckets: range
-    ) -> list[dict[int, np.ndarray]]:
         if self.count == 1:  # full batches, which several buckets cannot all have
             order = np.random.default_rng((seed, epoch)).permutation(self.images)
             return [{0: ids} for ids in slices(order, batch_size)]
+        if buckets is None:
+            buckets = self.rank_buckets()
         shuffled = {
             bucket: np.random.default_rng((seed, epoch, bucket)).permutation(self.members(bucket))
             for bucket in buckets
@@ -86,6 +81,13 @@ class Buckets:
                 for bucket, ids in shuffled.items()
             }
             for step in range(self.steps(batch_size))
+        ]
+
+    def counts_below(self, image_id: int, seed: int, epoch: int, batch_size: int) -> list[int]:
+        """For every whole batch of an epoch, over all ranks, the images with ids below this one."""
+        order = self.epoch(seed, epoch, batch_size, range(self.count))
+        return [
+            int(sum(np.count_nonzero(ids < image_id) for ids in parts.values())) for parts in order
         ]
 
     def batch_sizes(self, batch_size: int) -> list[int]:

@@ -64,25 +64,21 @@ def requests(
     """The request for each batch of image ids. With crops of full-size images, and with crops for
     another size than they are drawn for, it asks for those that ``augment`` draws in these
     ``epochs``."""
-    if augment and (
-        draws_full_size(augment, split.source) or draws_other_size(augment, split.source)
-    ):
-        drawn = zip(batches, epochs, strict=True)
-        return [
-            BatchRequest(split.positions[ids], ids, augment, split.drawn_ids(ids), epoch)
-            for ids, epoch in drawn
-        ]
-    return [BatchRequest(split.positions[ids], ids) for ids in batches]
+    if augment is None or not cuts_images(augment, split.source):
+        return [BatchRequest(split.positions[ids], ids) for ids in batches]
+    return [
+        BatchRequest(split.positions[ids], ids, augment, split.drawn_ids(ids), epoch)
+        for ids, epoch in zip(batches, epochs, strict=True)
+    ]
 
 
-def draws_full_size(augment: Augment, source: Source) -> bool:
-    """True where crops are drawn of image files at their full size."""
-    return augment.settings.full_size and isinstance(source, FileImages)
-
-
-def draws_other_size(augment: Augment, source: Source) -> bool:
-    """True where crops are drawn of squares of another size than the source's."""
-    return augment.settings.resized_crop is not None and augment.size not in (None, source.size)
+def cuts_images(augment: Augment, source: Source) -> bool:
+    """True where crops are cut from the images themselves: where they are drawn of image files at
+    their full size, or of squares of another size than the source's."""
+    if augment.settings.resized_crop is None:
+        return False
+    of_files = augment.settings.full_size and isinstance(source, FileImages)
+    return of_files or augment.size not in (None, source.size)
 
 
 def fetch(source: Source, request: BatchRequest) -> Loaded:
@@ -99,7 +95,7 @@ def fetch(source: Source, request: BatchRequest) -> Loaded:
             images = decoded[torch.from_numpy(numbers)]
         return Loaded(images, labels, torch.from_numpy(ids))
     pixels = decoded_once(source, positions)
-    if draws_full_size(augment, source):
+    if augment.settings.full_size and isinstance(source, FileImages):
         images, places = augment.crops(pixels, drawn_ids, epochs, source.size)
     else:
         images, places = augment.crops_of_squares(

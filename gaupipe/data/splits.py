@@ -340,8 +340,9 @@ def load_data(
         interpolation=settings.interpolation,
         sha256=_digest(split),
     )
-    say_contradictions(data.name, data.train)
-    say_copies(data.name, "validation", data.val, data.train)
+    if isinstance(train, FileImages):
+        say_contradictions(data.name, data.train)
+        say_copies(data.name, "validation", data.val, data.train)
     if test is not None:
         data.test = Split(test, np.arange(len(test)))
     if val is not None:
@@ -363,9 +364,7 @@ def copies_in(split: Split, others: Sequence[Split]) -> np.ndarray:
 
 
 def say_contradictions(name: str, split: Split) -> None:
-    """Says how many images of a split are in several classes."""
-    if not len(split.contents):
-        return
+    """Says how many images of a split, which are in files, are in several classes."""
     _, which = np.unique(split.contents, axis=0, return_inverse=True)
     pairs = np.unique(np.stack([which.reshape(-1), split.labels]), axis=1)  # [2, image and class]
     count = int((np.bincount(pairs[0]) > 1)[which].sum())

@@ -260,7 +260,7 @@ def identity_of_maps(schema: store.Schema) -> Identity:
         "the kind of store": kind,
         "the encoding of the store": schema.encoding,
         "the blocks of the store": notes.layers,
-        "the grid of the store": schema.to_attributes()["grid"],
+        "the grid of the store": None if schema.grid is None else [*schema.grid],
         "the precision of the store": notes.precision,
         "a probe predicts": notes.probe,
     }

@@ -106,8 +106,15 @@ class Settings(Section):
 
     @property
     def student_training(self) -> TrainSettings:
-        """What the student of phase B is trained with."""
-        return self.phase_b.over(self.train)
+        """What the student of phase B is trained with: ``train``, and what ``phase_b`` has in its
+        place, ``optim`` key by key."""
+        fields = self.train.model_dump()
+        fields["optim"] |= self.phase_b.optim
+        for name in fields.keys() - {"optim"}:
+            value = getattr(self.phase_b, name)
+            if value is not None:
+                fields[name] = value
+        return TrainSettings.model_validate(fields)
 
     def with_training(self, *, distilled: bool) -> Settings:
         """These settings for one student alone: ``train`` is what it is trained with, and

@@ -83,36 +83,35 @@ def with_overrides(tree: Tree, overrides: Overrides) -> Tree:
     """A nested dict of settings with these changes. What is set in ``train`` holds for ``phase_b``
     too, unless set there. Raises UserError for a change of what is no section."""
     changes = read_overrides(overrides)
-    _forget_in_phase_b(tree, _nest(changes, {}))
-    return _nest(changes, tree)
-
-
-def _nest(changes: ByName, tree: Tree) -> Tree:
+    _forget_in_phase_b(tree, changes)
     for name, value in changes.items():
         # a copy, because a later change may be one of a part of it
         set_value(tree, name, copy.deepcopy(value), f"--set {name}")
     return tree
 
 
-def _forget_in_phase_b(tree: Tree, given: Tree) -> None:
-    """Takes out of ``phase_b`` what ``given`` sets in ``train``. A file may give the student 8
+def _forget_in_phase_b(tree: Tree, changes: ByName) -> None:
+    """Takes out of ``phase_b`` what the changes set in ``train``. A file may give the student 8
     epochs and the baseline 12; but whoever then says ``--epochs 2`` means both, and which was said
     later is no longer known once the two are merged."""
-    for name, _ in _leaves(given.get("train", {}), ""):
-        *parents, leaf = name.split(".")[:2]  # keywords in optim.args are one setting
-        inside: Any = tree
-        for part in ("phase_b", *parents):
-            inside = inside.get(part) if isinstance(inside, dict) else None
-        if isinstance(inside, dict):
-            inside.pop(leaf, None)
+    for change, value in changes.items():
+        for name, _ in _leaves(value, change):
+            section, *setting = name.split(".")[:3]  # keywords in optim.args are one setting
+            if section != "train" or not setting:
+                continue
+            inside: Any = tree
+            for part in ("phase_b", *setting[:-1]):
+                inside = inside.get(part) if isinstance(inside, dict) else None
+            if isinstance(inside, dict):
+                inside.pop(setting[-1], None)
 
 
 def load_merged(source: str | Path, overrides: Overrides) -> Settings:
     """As :func:`load`, but keywords such as those of ``model.args`` join the file's."""
     tree = read_yaml(source)
-    given = with_overrides({}, overrides)
-    _forget_in_phase_b(tree, given)
-    return parse(_merged(tree, given), "--set")
+    changes = read_overrides(overrides)
+    _forget_in_phase_b(tree, changes)
+    return parse(_merged(tree, with_overrides({}, changes)), "--set")
 
 
 def _merged(tree: Tree, changes: Tree) -> Tree:

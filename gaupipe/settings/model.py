@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gaupipe.attention import ATTENTION
 from gaupipe.settings.sections import (
@@ -19,18 +19,15 @@ from gaupipe.settings.sections import (
 )
 
 
-def _as_key(name: Any) -> Any:
+def _attention_key(name: str) -> str:
     """An attention's key, for a name in any case: papers write Belief2 and AttentionX."""
-    return name.lower() if isinstance(name, str) else name
-
-
-def _known_attention(key: str) -> str:
+    key = name.lower()
     if key not in ATTENTION:
         raise ValueError(f"should be one of {', '.join(ATTENTION)}")
     return key
 
 
-StudentKey = Annotated[str, BeforeValidator(_as_key), AfterValidator(_known_attention)]
+StudentKey = Annotated[str, AfterValidator(_attention_key)]
 
 MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(

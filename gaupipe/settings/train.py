@@ -86,13 +86,3 @@ class TrainChanges(Section):
     """Null is ``train.keep``."""
     patience: Positive | None = None
     """Null is ``train.patience``; as many epochs as there are end no training early."""
-
-    def over(self, train: TrainSettings) -> TrainSettings:
-        """The ``train`` settings with what is set here in their place, ``optim`` key by key."""
-        fields = train.model_dump()
-        fields["optim"] |= self.optim
-        for name in fields.keys() - {"optim"}:
-            value = getattr(self, name)
-            if value is not None:
-                fields[name] = value
-        return TrainSettings.model_validate(fields)

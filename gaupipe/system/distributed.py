@@ -63,7 +63,8 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 def rank() -> int:
     """The number of this process in its world."""
-    return _group().get_rank() if _is_initialized() else 0
+    group = _group()
+    return group.get_rank() if group else 0
 
 
 _alone = False
@@ -71,7 +72,8 @@ _alone = False
 
 def world_size() -> int:
     """W, the number of processes in the world."""
-    return _group().get_world_size() if _is_initialized() and not _alone else 1
+    group = None if _alone else _group()
+    return group.get_world_size() if group else 1
 
 
 @contextlib.contextmanager
@@ -293,22 +295,6 @@ def _refuse(mistakes: Sequence[str | None]) -> None:
             raise UserError(f"rank {number}: {mistake}" if number else mistake)
 
 
-def check_same(values: Mapping[str, object], right: Mapping[str, str], default: str) -> None:
-    """Raises UserError, on every rank, for the first of some named values that is another one on
-    some rank than on rank 0. ``right``, or else ``default``, says what would be right."""
-    if world_size() == 1:
-        return
-    (machine, expected), *others = all_gather_object((os.uname().nodename, dict(values)))
-    for number, (elsewhere, mine) in enumerate(others, start=1):
-        for name in expected | mine:
-            if mine.get(name) != expected.get(name):
-                raise UserError(
-                    f"{name}: {mine.get(name)!s:.40} in rank {number} (on {elsewhere}), "
-                    f"{expected.get(name)!s:.40} in rank 0 (on {machine}): "
-                    f"{right.get(name, default)}"
-                )
-
-
 def is_lost(error: Exception) -> bool:
     """True if an error says that another rank of this world no longer answers."""
     if world_size() == 1 or not isinstance(error, RuntimeError):
@@ -328,13 +314,12 @@ def data_parallel(losses: nn.Module) -> nn.Module:
     return DistributedDataParallel(losses, device_ids=devices)
 
 
-def _is_initialized() -> bool:
-    if "torch.distributed" not in sys.modules:  # a command that needs no torch does not import it
-        return False
-    return _group().is_available() and _group().is_initialized()
-
-
 def _group() -> Any:
+    """``torch.distributed`` of a process that has a process group; else None."""
+    if "torch.distributed" not in sys.modules:  # a command that needs no torch does not import it
+        return None
     import torch.distributed as group
 
-    return group
+    if group.is_available() and group.is_initialized():
+        return group
+    return None

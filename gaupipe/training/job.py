@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, MapsOfImages, train_and_val
-from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.data.buckets import Buckets
 from gaupipe.data.images import UNLABELLED
 from gaupipe.data.mixing import Mix, mixed_targets
 from gaupipe.data.splits import ImageData, Split
@@ -31,7 +31,6 @@ from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system.device import choose_precision, select_device
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model
@@ -274,30 +273,17 @@ def make_training(
 ) -> Training:
     """A student's training, with or without a teacher: its images and its checkpoints are those of
     the settings."""
-    belongs_to = identity(settings, data, train)
-    augment = settings.augment
-    remarks = [*remarks, *remarks_on_start(settings.model)]
-    return Training(
-        settings, data, device, student, train, augment, losses, epochs, belongs_to, remarks=remarks
-    )
-
-
-def identity(settings: Settings, data: ImageData, train: TrainSettings) -> Identity:
-    """Settings and data that a checkpoint belongs to, of a student trained as ``train`` says."""
     # the epoch to keep, the store and the trainings of other students may change
     changes = {
         "train": train.model_copy(update={"keep": "last"}),
         "phase_b": settings.phase_b.model_copy(update=dict(TrainChanges())),
         "export": ExportSettings(),
     }
-    return flatten(settings.model_copy(update=changes), Scope.ANYTIME) | {
-        "the data set": data.sha256,
-        **weights_sha256(settings.model.name),
-    }
-
-
-def check_training(settings: Settings, data: ImageData) -> None:
-    """Raises UserError for loggers that are not installed, and for too few images."""
-    loggers.check(settings.log.to)
-    for images in (data.train, data.with_unlabelled()):  # a training sees one or the other
-        check_buckets(len(images), settings.data.num_buckets, settings.data.batch_size)
+    identity: Identity = flatten(settings.model_copy(update=changes), Scope.ANYTIME)
+    identity["the data set"] = data.sha256
+    identity |= weights_sha256(settings.model.name)
+    augment = settings.augment
+    remarks = [*remarks, *remarks_on_start(settings.model)]
+    return Training(
+        settings, data, device, student, train, augment, losses, epochs, identity, remarks=remarks
+    )

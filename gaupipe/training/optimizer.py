@@ -75,10 +75,6 @@ def build_optimizer(
     return optimizer, schedule
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _checked_args(optim: OptimSettings) -> dict[str, Any]:
     """``optim.args``, Adam's usual betas, and Muon's list of what it leaves to AdamW, which other
     optimizers ignore, with :data:`GAUSSIANS`. Raises ValueError for an unusable optimizer."""
@@ -88,7 +84,7 @@ def _checked_args(optim: OptimSettings) -> dict[str, Any]:
     if "kron" in optim.name:
         raise ValueError("it compiles its first step for minutes")
     betas = optim.args.get("betas", (0.9, 0.999))
-    if not (isinstance(betas, list | tuple) and betas and all(map(_is_number, betas))):
+    if not (isinstance(betas, list | tuple) and betas and {*map(type, betas)} <= {int, float}):
         raise ValueError(f"betas: {betas!r} should be a list of numbers such as [0.9, 0.999]")
     usual = {"betas": (0.9, 0.999)} if info.has_betas and info.num_betas == 2 else {}
     fallback = optim.args.get("fallback_list", [])

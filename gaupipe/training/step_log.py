@@ -50,14 +50,11 @@ class StepLog:
         self._loggers: list[Any] = []
 
     def __enter__(self) -> StepLog:
+        """Opens steps.jsonl and the loggers. Raises UserError for one that cannot be opened."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.update.log_norm = bool(self.every)
-        if distributed.is_main():
-            self._open()
-        return self
-
-    def _open(self) -> None:
-        """Opens steps.jsonl and the loggers. Raises UserError for one that cannot be opened."""
+        if not distributed.is_main():
+            return self
         if self.every:
             remove_later(self.folder / "steps.jsonl", self.update.batch)
         parts = 2 if self.folder.name == "phase_a" else 3  # from the run directory on
@@ -69,6 +66,7 @@ class StepLog:
                 reason = one_line(error)
                 raise UserError(f"log.to: {logger} cannot be opened ({reason})") from None
             self._loggers.append(opened)
+        return self
 
     def __exit__(self, *_exception: Any) -> None:
         for logger in self._loggers:

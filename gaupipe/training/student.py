@@ -15,21 +15,33 @@ from gaupipe.vit.fine_tuning import fine_tunes, with_weights, without_weights
 
 
 def build_student(
-    settings: Settings, data: ImageData, train: TrainSettings, trained: bool = True
+    settings: Settings,
+    data: ImageData,
+    train: TrainSettings,
+    trained: bool = True,
+    device: str | None = None,
 ) -> VisionTransformer:
     """The student, to be trained as ``train`` says, as the seed starts it, on the CPU. One that is
-    fine-tuned has its trained weights, unless ``trained`` is False."""
+    fine-tuned has its trained weights, unless ``trained`` is False; then it may lie on the
+    ``device`` "meta", without any. Raises UserError where it could not drop patches."""
     if trained and fine_tunes(settings.model.name):
         student = with_weights(settings, data)
     else:
-        student = untrained_student(settings, data, None)
-    return with_patch_dropout(student, train.patch_drop_rate)
+        student = untrained_student(settings, data, device)
+    if train.patch_drop_rate:
+        if any(hasattr(module, "positions") for module in student.modules()):
+            raise UserError(
+                "train.patch_drop_rate: should be 0 for a student with Gaussians or rotary "
+                "positions, which have a place for every token"
+            )
+        student.patch_drop = PatchDropout(train.patch_drop_rate, student.num_prefix_tokens)
+    return student
 
 
 def outline_student(settings: Settings, data: ImageData, train: TrainSettings) -> VisionTransformer:
     """The student on the meta device, without weights. Raises UserError where it could not be
     trained as ``train`` says."""
-    student = with_patch_dropout(untrained_student(settings, data), train.patch_drop_rate)
+    student = build_student(settings, data, train, trained=False, device="meta")
     build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
     return student
 
@@ -45,15 +57,3 @@ def untrained_student(
     options = {name: getattr(model, name) for name in ("attention_options", "match_params")}
     changes = ("model.student_args", model.student_args)
     return build_vit(model, data, model.attention, device, changes, **options)
-
-
-def with_patch_dropout(student: VisionTransformer, rate: float) -> VisionTransformer:
-    """The student, which drops patches in training. Raises UserError where it needs all of them."""
-    if rate:
-        if any(hasattr(module, "positions") for module in student.modules()):
-            raise UserError(
-                "train.patch_drop_rate: should be 0 for a student with Gaussians or rotary "
-                "positions, which have a place for every token"
-            )
-        student.patch_drop = PatchDropout(rate, student.num_prefix_tokens)
-    return student

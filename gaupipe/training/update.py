@@ -76,13 +76,6 @@ class Update:
         step = self.batch % self.steps + 1
         return step % self.state.optim.accumulate == 0 or step == self.steps
 
-    def _batches_of_step(self) -> int:
-        """The batches whose gradients the next step adds up; the last of an epoch may have fewer
-        than ``accumulate``."""
-        accumulate = self.state.optim.accumulate
-        first = self.batch % self.steps // accumulate * accumulate
-        return min(accumulate, self.steps - first)
-
     def _steps_made(self) -> int:
         """Steps of the network since the first batch of all, with that of this batch."""
         accumulate = self.state.optim.accumulate
@@ -98,7 +91,9 @@ class Update:
         if weight != 1.0:  # DDP takes the mean over ranks, whose parts of a batch differ in size
             loss = loss * weight
         self.unchecked.append((loss.detach(), state.lr))  # to read it now would wait for the GPU
-        added_up = self._batches_of_step()
+        accumulate = state.optim.accumulate
+        first = self.batch % self.steps // accumulate * accumulate  # of those that the step adds up
+        added_up = min(accumulate, self.steps - first)  # the last step of an epoch may have fewer
         scale = state.scaler.get_scale() * weight / added_up  # before a step changes the scaler's
         state.scaler.scale(loss / added_up).backward()
         return scale

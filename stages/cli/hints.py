@@ -12,14 +12,14 @@ from gaupipe.system.progress import EpochMetrics
 from stages.begin import say
 
 
-def say_other_epoch(run_dir: Path, name: str, distilled: bool) -> None:
-    """Says how the better epoch of a student becomes the one that is kept, where another is."""
+def say_other_epoch(student: Path) -> None:
+    """Says how the better epoch of the student in a folder becomes the one that is kept, where
+    another is."""
     from stages.runs import kept_epochs
-    from stages.runs.directory import RunDirectory
 
     if not distributed.is_main():
         return
-    kept = kept_epochs.entry(RunDirectory(run_dir).student(name, distilled))
+    kept = kept_epochs.entry(student)
     if kept["epoch"] == kept["best"]:
         return
     command = ["gaupipe", *sys.argv[1:]]

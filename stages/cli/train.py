@@ -36,7 +36,7 @@ from stages.cli.options import (
 )
 from stages.cli.output import print_rich
 from stages.request import (
-    find_run,
+    name_run,
     read_settings,
     with_model,
     with_options,
@@ -242,7 +242,7 @@ def phase_b(
     Example: `gaupipe phase-b --student belief2 --epochs 40`
     """
     changes = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
-    run_dir = find_run(run_dir)
+    run_dir = name_run(run_dir)
     from stages.runs import students
 
     if maps and distill:
@@ -260,8 +260,8 @@ def phase_b(
         from stages import phase_b as stage
 
     stage.run_request(request)
-    say_other_epoch(run_dir, request.name, distill)
-    named = ["--run-dir", run_dir, "--student", request.name]
+    say_other_epoch(request.folder)
+    named = ["--run-dir", run_dir, "--student", request.folder.name]
     evaluation = ["evaluate", *named]
     if not distill:
         evaluation.append("--plain")
@@ -310,7 +310,7 @@ def train(
     )
     attention = trained.folder.name
     run_directory = RunDirectory(trained.folder.parents[1])
-    say_other_epoch(run_directory.path, attention, distilled=False)
+    say_other_epoch(trained.folder)
     say_if_overfitted(trained.metrics, trained.settings)
     named = ["--run-dir", run_directory.path, "--student", attention]
     evaluation = ["evaluate", *named]

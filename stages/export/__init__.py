@@ -36,7 +36,9 @@ class ExportRequest:
     """A store that is to be written, and the teacher whose maps it gets: that of a run whose phase
     A has finished, or another one in its place."""
 
-    run_dir: Path
+    run: RunDirectory
+    settings: Settings
+    """Those of the run, and on which device, and whatever else may change at any time."""
     place: Place
     """Where the store is written, and how."""
     asked: dict[str, Any] = field(default_factory=dict)
@@ -52,20 +54,14 @@ class ExportRequest:
     """Draws the views; None is the run's ``augment``."""
     data: ImageData | None = None
     """The data set of the run, where it has been read already."""
-    now: Settings | None = None
-    """Says on which device, and whatever else may change at any time; None is as the run began."""
-
-    @property
-    def directory(self) -> RunDirectory:
-        return RunDirectory(self.run_dir)
 
     @property
     def is_own_store(self) -> bool:
         """True if the store is the run's own, which phase B reads unless told otherwise."""
-        return self.place.url == str(self.directory.maps)
+        return self.place.url == str(self.run.maps)
 
-    def read_settings(self) -> Settings:
-        """The settings of the run. Raises UserError for options that do not go together."""
+    def check(self) -> None:
+        """Raises UserError for options that do not go together."""
         if self.teacher is not None and self.is_own_store:
             raise UserError(
                 f"--teacher {self.teacher}: {self.place.url} is for the maps of the run's own "
@@ -77,23 +73,19 @@ class ExportRequest:
                     f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to "
                     "the run; it is for another --teacher"
                 )
-        settings = self.directory.settings()  # a folder that is no run is left alone
         self.place.check()
-        if self.now is not None:
-            settings = with_anytime(settings, self.now)
+
+    def load(self) -> Teacher:
+        """The finished teacher of the run, or the other one, on the run's data."""
+        settings = self.settings
         if self.download:
             settings = settings.model_copy(update={"download": True})
-        return settings
-
-    def load(self, settings: Settings) -> Teacher:
-        """The finished teacher of the run, or the other one, on the run's data."""
+        images = self.data or self.run.load_data(settings, unlabelled=True)
         teacher: Teacher
         if self.teacher is None:
-            images = self.data or self.directory.load_data(settings, unlabelled=True)
-            teacher = load_teacher(self.directory, images, now=settings)
+            teacher = load_teacher(self.run, images, settings=settings)
         else:
             tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
-            images = self.data or self.directory.load_data(settings, unlabelled=True)
             args = tree["phase_a"]["teacher_args"]
             teacher = other_teacher(settings, images, self.teacher, args, self.download)
         if self.augment is not None:
@@ -104,15 +96,16 @@ class ExportRequest:
 def export_run(request: ExportRequest) -> str | None:
     """Writes a store and returns its path or URL; None for ``local``, which has none. An
     unfinished store of the same teacher is continued: its finished shards stay."""
-    settings = request.read_settings()
+    request.check()
+    settings = request.settings
     if not settings.phase_a.kind.stored and request.teacher is None:
         url = None if request.is_own_store else request.place.url
         say_nothing_to_export(settings, url)
         return None
     place = request.place
-    with locked(request.run_dir, "run", shared=place.part is not None):
+    with locked(request.run.path, "run", shared=place.part is not None):
         with distributed.rank_zero_first():
-            teacher = request.load(settings)
+            teacher = request.load()
         teacher.say_before()
         teacher.prepare_export()
         data = teacher.data
@@ -193,8 +186,12 @@ def ensure(
 ) -> str:
     """The store of a run: as it is if it is complete, else written; of ``local`` none.
     ``export`` says what is stored; None leaves that to the settings, as for ``augment``;
-    ``now`` is as in :class:`ExportRequest`."""
+    ``now`` says on which device, and whatever else may change at any time; None is as the run
+    began."""
     directory = RunDirectory(run_dir)
+    settings = directory.settings()
+    if now is not None:
+        settings = with_anytime(settings, now)
     url = out or str(directory.maps)
     asked = {} if export is None else export.model_dump(exclude_none=True)
     urls = [url]
@@ -202,9 +199,10 @@ def ensure(
         urls.append(store_of_unlabelled(url))
     there = False
     if distributed.is_main():
-        there = not directory.settings().phase_a.kind.stored or are_there(urls, directory, asked)
+        there = not settings.phase_a.kind.stored or are_there(urls, directory, asked)
     if not distributed.from_main(there):
-        export_run(ExportRequest(run_dir, Place(url), asked, augment=augment, data=data, now=now))
+        place = Place(url)
+        export_run(ExportRequest(directory, settings, place, asked, augment=augment, data=data))
     return url
 
 

@@ -65,7 +65,7 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
         "classes": schema.num_classes,
         "arrays": {
             name: f"{list(spec.shape)} {schema.stored_dtype(name)}"
-            for name, spec in schema.arrays().items()
+            for name, spec in schema.arrays.items()
         },
         "bytes_on_disk": size,
         "bytes_per_image": round(size / schema.images, 1),

@@ -41,8 +41,8 @@ def text(schema: store.Schema, license: str | None = None) -> str:
         known=known,
         blocks=notes.layers,
         image_size=images.get("image_size"),
-        arrays=schema.arrays(),
-        stored_dtypes={name: schema.stored_dtype(name) for name in schema.arrays()},
+        arrays=schema.arrays,
+        stored_dtypes={name: schema.stored_dtype(name) for name in schema.arrays},
         code=code,
     )
     content: str = card.content

@@ -34,39 +34,21 @@ RUNS = Path("runs")
 STUDENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RunDirectory:
+    """A run's folder, and where its files are."""
+
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def split(self) -> Path:
-        return self.path / "split.json"
-
-    @property
-    def weights_sha256(self) -> Path:
+    def __post_init__(self) -> None:
+        self.config = self.path / "config.yaml"
+        self.split = self.path / "split.json"
+        self.weights_sha256 = self.path / "weights_sha256"
         """Names the weights of a folder that every student of the run starts from."""
-        return self.path / "weights_sha256"
-
-    @property
-    def phase_a(self) -> Path:
-        return self.path / "phase_a"
-
-    @property
-    def teacher_sha256(self) -> Path:
-        return self.phase_a / "teacher_sha256"
-
-    @property
-    def probe(self) -> Path:
-        """The linear probe of a teacher that does not predict the classes of the data set."""
-        return self.phase_a / "probe.pt"
-
-    @property
-    def maps(self) -> Path:
-        return self.path / "maps.zarr"
+        self.phase_a = self.path / "phase_a"
+        self.teacher_sha256 = self.phase_a / "teacher_sha256"
+        """Is written last: phase A has finished."""
+        self.maps = self.path / "maps.zarr"
 
     def stored(self) -> Path:
         """The run's own store. Raises UserError where the run's teacher has none."""
@@ -93,10 +75,6 @@ class RunDirectory:
                 "sha256; remove it, and 'gaupipe phase-a --resume' writes it again"
             )
         return text
-
-    def write_teacher_digest(self, sha256: str) -> None:
-        """Writes ``teacher_sha256``, last: phase A has finished."""
-        write_whole(self.teacher_sha256, sha256 + "\n")
 
     def student(self, name: str, distilled: bool = True) -> Path:
         """Folder of one student; the baseline's learned from the labels alone."""
@@ -136,6 +114,10 @@ class RunDirectory:
             raise UserError(f"{self.config} is empty: restore it from a copy, or start another run")
         return load(self.config)
 
+    def begun(self) -> Settings | None:
+        """As :meth:`settings`; None for a run that has not begun."""
+        return self.settings() if self.config.is_file() else None
+
     def differences(self, name: str, distilled: bool = True) -> ByName:
         """The settings in which a student differs from the run."""
         student = self.student_settings(name, distilled)
@@ -156,12 +138,12 @@ class RunDirectory:
         now = self.settings().data
         return settings.with_section("data", **{name: getattr(now, name) for name in moved})
 
-    def check(self, settings: Settings) -> None:
-        """Raises UserError if the folder holds something else than a run with these settings."""
-        if not self.config.is_file():
+    def check(self, settings: Settings, before: Settings | None) -> None:
+        """Raises UserError if the folder holds something else than a run with these settings. Those
+        ``before`` are what it has :meth:`begun` with."""
+        if before is None:
             self.check_place()
             return
-        before = self.settings()
         # each command names its student, and each export its store
         settings = settings.with_section("model", attention=before.model.attention)
         settings = settings.model_copy(update={"export": before.export})
@@ -188,10 +170,8 @@ class RunDirectory:
                 f"{self.path} exists and is not a run directory: choose another --run-dir"
             )
 
-    def check_free(self, settings: Settings, resume: bool) -> None:
-        """Raises UserError if the folder holds another run, or a phase A that is not to be
-        continued."""
-        self.check(settings)
+    def check_free(self, resume: bool) -> None:
+        """Raises UserError if the folder holds a phase A that is not to be continued."""
         if not resume and self.phase_a.exists():
             raise UserError(
                 f"{self.path} already holds a phase A: --resume continues it, another --run-dir "
@@ -200,15 +180,18 @@ class RunDirectory:
 
     def start(self, settings: Settings, data: ImageData, resume: bool) -> None:
         """Makes the folder and writes the resolved settings, in one step, and which images are in
-        each split. Raises UserError as :meth:`check_free` does, and for other images than those
-        that the run began with."""
-        self.check_free(settings, resume)
+        each split. Raises UserError as :meth:`check` and :meth:`check_free`, and for other images
+        than those that the run began with."""
+        before = self.begun()
+        self.check(settings, before)
+        self.check_free(resume)
         data.check_split(self.split)
         weights = self.check_weights(settings)
-        self.follow(settings)
         self.path.mkdir(parents=True, exist_ok=True)
-        if not self.config.is_file():
+        if before is None:
             write_whole(self.config, dump(settings))
+        else:
+            self.follow(settings, before)
         if weights is not None and not self.weights_sha256.is_file():
             write_whole(self.weights_sha256, weights + "\n")
         data.write_split(self.split)
@@ -230,12 +213,9 @@ class RunDirectory:
             return sha256
         return None
 
-    def follow(self, settings: Settings) -> None:
-        """Writes down where the images of the settings are, if a folder that the run knows has
-        gone. What they are has been checked."""
-        if not self.config.is_file():
-            return
-        before = self.settings()
+    def follow(self, settings: Settings, before: Settings) -> None:
+        """Writes down where the images of the settings are, if a folder that the run knew
+        ``before`` has gone. What they are has been checked."""
         now = {name: getattr(settings.data, name) for name in gone(before)}
         moved = before.with_section("data", **now)
         if moved != before:
@@ -252,13 +232,6 @@ class RunDirectory:
         data = load_data(settings.data, settings.download, unlabelled)
         data.check_split(self.split, test)
         return data
-
-    def settle(self, settings: Settings) -> Settings:
-        """The settings with what this run has decided, or decides as it begins."""
-        from gaupipe.training.settle import settle  # with torch
-
-        before = load(self.config) if self.config.is_file() else None
-        return settle(settings, before)
 
 
 def store_of_unlabelled(url: str) -> str:

@@ -4,19 +4,28 @@ is written, and the last checkpoint is loaded."""
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import secrets
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 
+from gaupipe.data.buckets import check_buckets
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
+from gaupipe.settings.load import dump
 from gaupipe.system import distributed
-from gaupipe.training.job import Training, check_training, training_state
+from gaupipe.system.files import partial_prefix, write_whole
+from gaupipe.training import loggers
+from gaupipe.training.job import Training, training_state
 from gaupipe.training.state import TrainingState
-from stages.runs.directory import RunDirectory, say_if_afresh
+from stages.runs.directory import RunDirectory, has_checkpoint, say_if_afresh
 from stages.runs.locks import lock_of_process, locked
-from stages.runs.students import StudentRequest, make_folder, write_request
+from stages.runs.students import StudentRequest
 
 
 def read_data(
@@ -27,13 +36,26 @@ def read_data(
     unlabelled: bool = False,
 ) -> ImageData:
     """The data set of the settings, ``unlabelled`` with its images without labels, unless it has
-    been read already. Raises UserError where it is not what the ``run`` began with, or a training
-    cannot use it."""
+    been read already. Raises UserError where it is not what the ``run`` began with, for too few
+    images, and for loggers that are not installed."""
     images = data or load_data(settings.data, settings.download, unlabelled)
     if run is not None:
         images.check_split(run.split)
-    check_training(settings, images)
+    loggers.check(settings.log.to)
+    sizes = settings.data
+    for split in (images.train, images.with_unlabelled()):  # a training sees one or the other
+        check_buckets(len(split), sizes.num_buckets, sizes.batch_size)
     return images
+
+
+def starts_afresh(request: StudentRequest) -> bool:
+    """True where there is no checkpoint to continue from. Raises UserError if the student would
+    start from other weights than the run began with."""
+    if has_checkpoint(request.folder):
+        return False
+    if request.run is not None:
+        request.run.check_weights(request.settings)
+    return True
 
 
 @contextlib.contextmanager
@@ -64,10 +86,41 @@ def open_student(
         yield state
 
 
+def make_folder(request: StudentRequest, maps: tuple[str, str] | None = None) -> None:
+    """Makes the folder of a new student with :func:`write_request`, in one step. Raises UserError
+    as :meth:`StudentRequest.check_free`."""
+    folder = request.folder
+    request.check_free()
+    fresh = folder.with_name(f"{partial_prefix(folder)}{secrets.token_hex(8)}")
+    fresh.mkdir(parents=True)
+    try:
+        write_request(fresh, request.settings, maps)
+        fresh.rename(folder)
+    except OSError:
+        request.check_free()  # another command may have been quicker
+        raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def write_request(folder: Path, settings: Settings, maps: tuple[str, str] | None = None) -> None:
+    """Writes what a student's training was asked for: config.yaml, and maps.json with the url of
+    the ``maps`` and the sha256 of their teacher, "" until they are read. The path of a store beside
+    the student is relative, so that both may be moved."""
+    write_whole(folder / "config.yaml", dump(settings))
+    if maps is not None:
+        url, teacher_sha256 = maps
+        if "://" not in url:
+            inside = Path(os.path.abspath(url)).is_relative_to(folder.absolute().parents[1])
+            url = os.path.relpath(url, folder) if inside else os.path.abspath(url)
+        source = {"url": url, "teacher_sha256": teacher_sha256}
+        write_whole(folder / "maps.json", json.dumps(source) + "\n")
+
+
 def begin_run(run: RunDirectory, settings: Settings, data: ImageData) -> None:
     """Writes the run's settings and split, or where its images are now."""
     if run.split.is_file():  # which is written last
-        run.follow(settings)
+        run.follow(settings, run.settings())
         return
     with lock_of_process(run.path, "run"):
         run.start(settings, data, resume=True)

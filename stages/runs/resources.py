@@ -188,7 +188,7 @@ def bytes_in_memory(schema: store.Schema) -> int:
     """Bytes of one image's numbers before they are encoded: those that become codes are float32,
     and there once more while they are rounded."""
     total = 0
-    for name, spec in schema.arrays().items():
+    for name, spec in schema.arrays.items():
         size = 8 if schema.has_codes(name) else schema.stored_dtype(name).itemsize
         total += math.prod(spec.shape[1:]) * size
     return total

@@ -1,12 +1,10 @@
-"""What a student of phase B is asked for, and the files in its folder that say so. torch is not
-imported here, so that what the run does not allow is refused at once."""
+"""What a student of phase B is asked for, and what its folder says of that. torch is not imported
+here, so that what the run does not allow is refused at once."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from gaupipe.settings.load import (
     Overrides,
     changed,
     check_plain,
-    dump,
     parse,
     read_overrides,
     with_anytime,
@@ -25,8 +22,7 @@ from gaupipe.settings.load import (
 from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import partial_prefix, write_whole
-from stages.runs.directory import RunDirectory, check_name, has_checkpoint
+from stages.runs.directory import RunDirectory, check_name
 
 
 @dataclass(frozen=True)
@@ -52,24 +48,11 @@ class StudentRequest:
     instead: str = "--name NAME trains another student beside it"
 
     @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
     def label(self) -> str:
         """The name of the training in lines and on the bar."""
         if self.teacher is None:
-            return f"{self.name} (plain)"
-        return self.name
-
-    def starts_afresh(self) -> bool:
-        """True where there is no checkpoint to continue from. Raises UserError if it would start
-        from other weights than the run began with."""
-        if has_checkpoint(self.folder):
-            return False
-        if self.run is not None:
-            self.run.check_weights(self.settings)
-        return True
+            return f"{self.folder.name} (plain)"
+        return self.folder.name
 
     def check_free(self) -> None:
         """Raises UserError, ending in what to do ``instead``, where the folder is taken."""
@@ -104,7 +87,8 @@ def resolve(
     Raises UserError for what the run does not allow.
     """
     run = RunDirectory(run_dir)
-    named = name if name is not None else student or run.settings().model.attention
+    before = run.settings()
+    named = name if name is not None else student or before.model.attention
     check_name(named)
     if maps_url is not None and not (maps_url and distilled):
         raise UserError(
@@ -116,8 +100,11 @@ def resolve(
         check_plain(changes)
     if student:
         changes["model.attention"] = student
-    settings = settle_student(run, named, distilled, changes)
     folder = run.student(named, distilled)
+    if (folder / "config.yaml").is_file():
+        settings = settle_student(run, run.student_settings(named, distilled), changes)
+    else:
+        settings = settle_student(run, before, changes).with_buckets(distributed.world_size())
     if now is not None:
         settings = with_anytime(settings, now)
     attention = settings.model.attention
@@ -140,50 +127,16 @@ def resolve(
     return request
 
 
-def settle_student(run: RunDirectory, name: str, distilled: bool, changes: Overrides) -> Settings:
-    """The settings of a student with these changes. A new student begins with those of the run.
-    Raises UserError for a setting in which students of one teacher cannot differ."""
-    before = run.student_settings(name, distilled)
+def settle_student(run: RunDirectory, before: Settings, changes: Overrides) -> Settings:
+    """The settings of a student with these changes, which had those ``before``: a new one those of
+    the run. Raises UserError for a setting in which students of one teacher cannot differ."""
     settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
     for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
         raise UserError(
             f"--set {key}: belongs to the run, not to one student: start another run "
             f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
         )
-    if (run.student(name, distilled) / "config.yaml").is_file():
-        return settings
-    return settings.with_buckets(distributed.world_size())
-
-
-def make_folder(request: StudentRequest, maps: tuple[str, str] | None = None) -> None:
-    """Makes the folder of a new student with :func:`write_request`, in one step. Raises UserError
-    as :meth:`StudentRequest.check_free`."""
-    folder = request.folder
-    request.check_free()
-    fresh = folder.with_name(f"{partial_prefix(folder)}{secrets.token_hex(8)}")
-    fresh.mkdir(parents=True)
-    try:
-        write_request(fresh, request.settings, maps)
-        fresh.rename(folder)
-    except OSError:
-        request.check_free()  # another command may have been quicker
-        raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-
-
-def write_request(folder: Path, settings: Settings, maps: tuple[str, str] | None = None) -> None:
-    """Writes what a student's training was asked for: config.yaml, and maps.json with the url of
-    the ``maps`` and the sha256 of their teacher, "" until they are read. The path of a store beside
-    the student is relative, so that both may be moved."""
-    write_whole(folder / "config.yaml", dump(settings))
-    if maps is not None:
-        url, teacher_sha256 = maps
-        if "://" not in url:
-            inside = Path(os.path.abspath(url)).is_relative_to(folder.absolute().parents[1])
-            url = os.path.relpath(url, folder) if inside else os.path.abspath(url)
-        source = {"url": url, "teacher_sha256": teacher_sha256}
-        write_whole(folder / "maps.json", json.dumps(source) + "\n")
+    return settings
 
 
 def recorded_store(folder: Path) -> tuple[str, str] | None:

@@ -14,7 +14,6 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import check_targets
 from gaupipe.distillation.student import check_fit
 from gaupipe.settings import Settings
-from gaupipe.settings.load import with_anytime
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import MapShape, Teacher, teacher_class
 from gaupipe.vit.saving import load_folder
@@ -28,14 +27,12 @@ def load_teacher(
     data: ImageData | None = None,
     *,
     with_images: bool = True,
-    now: Settings | None = None,
+    settings: Settings | None = None,
 ) -> Teacher:
     """The finished teacher of a run, in eval mode. ``with_images`` False leaves out the per-image
-    parameters; ``now`` says on which device, and whatever else may change at any time, where that
-    is not as the run began. Raises UserError if phase A has not finished."""
-    settings = directory.settings()
-    if now is not None:
-        settings = with_anytime(settings, now)
+    parameters; ``settings`` are those of the run, where they have been read already, with what may
+    change at any time. Raises UserError if phase A has not finished."""
+    settings = settings or directory.settings()
     data = data or directory.load_data(settings)
     if settings.phase_a.kind.stored and directory.teacher_digest() is None:
         raise unfinished(directory)
