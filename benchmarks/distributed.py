@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from timing import record, spread
 from torch.multiprocessing import spawn
+from torch.nn.parallel import DistributedDataParallel
 
 from gaupipe.data.batches import Batch
 from gaupipe.distillation.export import make_schema, outputs
@@ -122,7 +123,8 @@ def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int)
     """Steps in one process, in both, and in both without an exchange of gradients."""
     device = next(losses.parameters()).device
     optimizer = torch.optim.AdamW(losses.parameters(), lr=1e-4)
-    replica = distributed.data_parallel(losses)
+    devices = None if device.type == "cpu" else [device]
+    replica = DistributedDataParallel(losses, device_ids=devices)
 
     def steps(forward: torch.nn.Module, count: int) -> None:
         for _ in range(STEPS):

@@ -18,7 +18,7 @@ from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.export import Exported, make_schema
-from gaupipe.distillation.job import PRELOAD_BYTES, gammas
+from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import choose_store, plan_export
 from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings, TrainSettings
@@ -263,7 +263,8 @@ def seconds_of(
     if "phase_b" in stages:
         train = settings.student_training
         seen = images + unlabelled
-        seconds["phase_b"] = student_seconds(settings, data, train, seen, gammas(settings))
+        gammas = settings.phase_b.gammas(train.epochs)
+        seconds["phase_b"] = student_seconds(settings, data, train, seen, gammas)
     if "plain" in stages:
         seconds["plain"] = student_seconds(settings, data, settings.train, images)
     return seconds

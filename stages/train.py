@@ -35,24 +35,9 @@ def run(
 
     Raises UserError before anything is written.
     """
-    settings = settings.with_section("model", attention=attention or settings.model.attention)
-    request = resolve(settings, RunDirectory(run_dir), resume)
-    with distributed.rank_zero_first():  # whatever can be refused is, before there are files
-        data = read_data(request.settings, request.run, data)
-        job = build_plain(request.settings, data, starts_afresh(request))
-    ranks.check_same(job.settings, data, {"run": request.folder})
-
-    with open_student(request, job) as state:
-        train(job, state, request.folder, request.label)
-        if distributed.is_main():
-            kept_epochs.save(job, state, request.folder, request.label)
-    return state.metrics
-
-
-def resolve(settings: Settings, directory: RunDirectory, resume: bool) -> StudentRequest:
-    """The request for a student in a run that may not have begun. Raises UserError for one that
-    the run directory does not allow."""
+    directory = RunDirectory(run_dir)
     before = directory.begun()
+    settings = settings.with_section("model", attention=attention or settings.model.attention)
     settings = settle(settings, before)
     asked = settings
     if before is not None:  # another epoch to keep does not make another run
@@ -64,4 +49,14 @@ def resolve(settings: Settings, directory: RunDirectory, resume: bool) -> Studen
     )
     if not resume:
         request.check_free()
-    return request
+
+    with distributed.rank_zero_first():  # whatever can be refused is, before there are files
+        data = read_data(settings, directory, data)
+        job = build_plain(settings, data, starts_afresh(request))
+    ranks.check_same(job.settings, data, {"run": folder})
+
+    with open_student(request, job) as state:
+        train(job, state, folder, request.label)
+        if distributed.is_main():
+            kept_epochs.save(job, state, folder, request.label)
+    return state.metrics

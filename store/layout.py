@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from store.manifest import (
     MANIFEST,
     Manifest,
     group_file,
-    new_name,
     read_checked,
     read_manifest,
     sha256,
@@ -207,7 +207,7 @@ def plan(
     layout = dataclasses.replace(layout, nodes=nodes)
     described = {ROOT: layout.complete_root_file(), **files}
     digests = {key: sha256(data) for key, data in described.items()}
-    return layout, files, Manifest(digests, {}, new_name())
+    return layout, files, Manifest(digests, {}, writing=secrets.token_hex(8))
 
 
 def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[str, bytes]:
@@ -245,6 +245,9 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
     for name, values in decoder.items():
         if not np.isfinite(values).all():
             raise StoreError(f"decoder array {name!r} is not finite; train the decoder again")
+        axes = [f"{name}_{axis}" for axis in range(values.ndim)]  # a network's weights' own
+        if name == "prior" and values.ndim == 4:
+            axes = ["layer", "head", "query", "raw"]
         group.create_array(
             name,
             data=np.ascontiguousarray(values),
@@ -252,16 +255,9 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
             filters=None,
             compressors=checked,
             config={"write_empty_chunks": True},
-            dimension_names=_shared_axes(name, values.ndim),
+            dimension_names=axes,
         )
     return {key: buffer.to_bytes() for key, buffer in buffers.items() if key != ROOT}
-
-
-def _shared_axes(name: str, dimensions: int) -> list[str]:
-    """Names of the axes of a decoder's array: those of a network's weights are its own."""
-    if name == "prior" and dimensions == 4:
-        return ["layer", "head", "query", "raw"]
-    return [f"{name}_{axis}" for axis in range(dimensions)]
 
 
 def read_decoder(files: Files, manifest: Manifest) -> dict[str, np.ndarray]:

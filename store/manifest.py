@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -109,11 +108,6 @@ def write_entry(files: Files, writing: str, index: int, written: Mapping[str, by
     """Marks a shard as finished, whose files, by array, are safe already."""
     entry = {name: StoredFile(sha256(data), len(data)) for name, data in written.items()}
     files.write(f"{FINISHED}{writing}-{index}", json.dumps(_to_json(entry)).encode())
-
-
-def new_name() -> str:
-    """A name for :attr:`Manifest.writing`."""
-    return secrets.token_hex(8)
 
 
 def _to_json(shard: dict[str, StoredFile]) -> dict[str, dict[str, object]]:

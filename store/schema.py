@@ -81,7 +81,18 @@ class Schema(ArraySizes):
             raise StoreError(f"{name} is {text} in the store's schema; {right}")
 
     def _check_sizes(self) -> None:
-        sizes = {name: getattr(self, name) for name in SIZES} | self._sizes_of_maps()
+        sizes = {name: getattr(self, name) for name in SIZES}
+        if self.has_maps:
+            grid: Any = self.grid
+            pair = isinstance(grid, (tuple, list)) and len(grid) == 2
+            self._check("grid", pair, "it must be (height, width) in tokens")
+            object.__setattr__(self, "grid", tuple(grid))
+            sizes |= {name: getattr(self, name) for name in SIZES_OF_MAPS}
+            sizes |= {f"grid[{axis}]": size for axis, size in enumerate(grid)}
+        else:
+            right = f"it must be None in the kind {self.kind!r}, which has no maps"
+            for name in ("grid", *SIZES_OF_MAPS):
+                self._check(name, getattr(self, name) is None, right)
         for name in ("embedding_dim", "features_dim", "name_bytes"):
             if getattr(self, name) is not None:
                 sizes[name] = getattr(self, name)
@@ -100,20 +111,6 @@ class Schema(ArraySizes):
         self._check("num_images", multiple, f"it must be a multiple of the {self.views} views")
         if self.encoding == "uint8" and not any(map(self.has_codes, self.arrays)):
             raise StoreError(f"a store of kind {self.kind!r} takes the encoding 'float16' alone")
-
-    def _sizes_of_maps(self) -> dict[str, int]:
-        """Grid, layers and heads, by name."""
-        if not self.kind_class.has_maps:
-            for name in ("grid", *SIZES_OF_MAPS):
-                right = f"it must be None in the kind {self.kind!r}, which has no maps"
-                self._check(name, getattr(self, name) is None, right)
-            return {}
-        grid: Any = self.grid
-        pair = isinstance(grid, (tuple, list)) and len(grid) == 2
-        self._check("grid", pair, "it must be (height, width) in tokens")
-        object.__setattr__(self, "grid", tuple(grid))
-        sizes = {name: getattr(self, name) for name in SIZES_OF_MAPS}
-        return sizes | {f"grid[{axis}]": size for axis, size in enumerate(grid)}
 
     @property
     def kind_class(self) -> Kind:

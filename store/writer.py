@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,7 +30,6 @@ from store.manifest import (
     MANIFEST,
     Manifest,
     finished_shards,
-    new_name,
     read_checked,
     read_manifest,
     write_entry,
@@ -127,7 +127,7 @@ class Writer:
         """Makes finished shards (by index) pending again; the store counts as incomplete from
         now on."""
         kept = finished_shards(self._files)
-        writing = self._check_same().writing or new_name()
+        writing = self._check_same().writing or secrets.token_hex(8)
         self._layout = dataclasses.replace(self._layout, complete=False)
         # first: no reader may take the store for whole from here on
         self._files.write(ROOT, self._layout.root_file())

@@ -51,7 +51,7 @@ from stages.compare.measures import (
 )
 from stages.compare.report import Comparison, RowResult, final_values, over_controls, report
 from stages.compare.rows import BASELINE, DISTILLED, Row, default_rows, resolve, sweep_rows
-from stages.compare.run import check_folder, plan
+from stages.compare.run import check_folder, plan, reader
 from stages.compare.trainings import FinishedTraining, as_teacher, digest
 from stages.runs.directory import RunDirectory
 from stages.runs.locks import locked
@@ -744,7 +744,8 @@ def test_a_file_that_was_changed_makes_other_trainings(tmp_path, monkeypatch):
     rows.append(Row(name="mine", settings={"model.attention": "mine"}))
 
     def folders():
-        trainings = plan(rows, base, [0], tmp_path / "c", imports=[own])
+        read = reader(download=False, unlabelled=False)
+        trainings = plan(rows, base, [0], tmp_path / "c", read, imports=[own])
         [_, [distilled], [mine]] = trainings
         assert mine.teacher.path == distilled.teacher.path  # an attention has no teacher of its own
         return [one.folder for [one] in trainings], distilled.teacher.path

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from gaupipe.data.mixing import Mix
-from gaupipe.distillation.losses import DIVERGENCES, feature_loss, gamma_at, soft_loss
+from gaupipe.distillation.losses import DIVERGENCES, feature_loss, soft_loss
+from gaupipe.settings import PhaseBSettings
 from gaupipe.training.job import hard_loss
 from oracles import divergence, equation_9
 
@@ -137,5 +138,5 @@ def test_soft_and_hard_loss():
     ],
 )
 def test_gamma_schedules(schedule, values):
-    gammas = [gamma_at(epoch, 0.8, schedule, 4) for epoch in range(6)]
-    assert gammas == pytest.approx(values, abs=1e-12)
+    phase = PhaseBSettings(gamma=0.8, gamma_schedule=schedule, gamma_epochs=4)
+    assert phase.gammas(6) == pytest.approx(values, abs=1e-12)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
@@ -117,11 +116,6 @@ class Batches:
         """Batches in an epoch."""
         return self.buckets.steps(self.batch_size)
 
-    @cached_property
-    def batch_sizes(self) -> list[int]:
-        """Images in each whole batch of an epoch of training, over all ranks."""
-        return self.buckets.batch_sizes(self.batch_size)
-
     def in_order(self, image_ids: np.ndarray | None = None) -> Iterator[Batch]:
         """The images of ``image_ids``, or all of the split in canonical order, as they are."""
         if image_ids is None:
@@ -166,6 +160,7 @@ class Batches:
         if view is not None:  # as it was drawn for the store, whatever the epoch
             drawn = view
         batches = [np.concatenate([*parts.values()]) for parts in order]
+        whole_sizes = self.buckets.batch_sizes(self.batch_size)[first:]  # over all ranks
         draws = [np.full(len(ids), drawn) for ids in batches]
         wanted = requests(self.split, batches, augment, draws)
         # crops of the full files are drawn anew in each epoch, so nothing is kept for them
@@ -193,8 +188,8 @@ class Batches:
                 self._normalised(views), drawn_ids, augment.seed, number, augment.settings, groups
             )
             whole_size = None
-            if self.batch_sizes[first + step] != len(ids):
-                whole_size = self.batch_sizes[first + step]
+            if whole_sizes[step] != len(ids):
+                whole_size = whole_sizes[step]
             yield Batch(
                 images,
                 self._on_device(loaded.labels),

@@ -45,14 +45,10 @@ where numbers have signs."""
 warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd metadata, which nobody reads here
 
 
-@functools.cache
-def _suffixes() -> set[str]:
-    return {suffix for suffix, name in Image.registered_extensions().items() if name in FORMATS}
-
-
 def is_image(name: str) -> bool:
     """True if a file's name ends as that of an image."""
-    return os.path.splitext(name)[1].lower() in _suffixes()
+    suffix = os.path.splitext(name)[1].lower()
+    return Image.registered_extensions().get(suffix) in FORMATS
 
 
 def identify(file: BinaryIO) -> ImageFile.ImageFile:

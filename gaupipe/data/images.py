@@ -53,23 +53,6 @@ not kept."""
 AnyImage = TypeVar("AnyImage", Tensor, PIL.Image.Image)
 
 
-def content_digests(images: FileImages) -> list[str]:
-    """SHA-256 of the content of each image's file, in hexadecimal digits. Raises UserError where
-    files cannot be read to their end as images, after a line for each of several on stderr."""
-    digests, problems = examine(images)
-    if problems:
-        first, *others = problems.values()
-        remedy = "--set data.unreadable=leave_out goes on without"
-        if not others:
-            raise UserError(f"{first}; {remedy} it")
-        say_lines(problems.values())
-        raise UserError(
-            f"{first}; the {len(problems)} of {len(images)} images that are not are listed above; "
-            f"{remedy} them"
-        )
-    return [digests[name] for name in images.names]
-
-
 def are_among(contents: np.ndarray, others: Iterable[np.ndarray]) -> np.ndarray:
     """[N] bool: which of the digests ``contents``, uint8 [N, 32], are among those of ``others``."""
     known = {content.tobytes() for each in others for content in each}
@@ -341,10 +324,21 @@ class FileImages(Dataset[Any]):
 
     @cached_property
     def contents(self) -> np.ndarray:
-        """The digest of each file's content, uint8 [N, 32]. Raises UserError for files that cannot
-        be read to their end as images."""
-        digests = content_digests(self)
-        return np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, 32)
+        """The SHA-256 of each file's content, uint8 [N, 32]. Raises UserError where files cannot be
+        read to their end as images, after a line for each of several on stderr."""
+        digests, problems = examine(self)
+        if problems:
+            first, *others = problems.values()
+            remedy = "--set data.unreadable=leave_out goes on without"
+            if not others:
+                raise UserError(f"{first}; {remedy} it")
+            say_lines(problems.values())
+            raise UserError(
+                f"{first}; the {len(problems)} of {len(self)} images that are not are listed "
+                f"above; {remedy} them"
+            )
+        in_hex = "".join(digests[name] for name in self.names)
+        return np.frombuffer(bytes.fromhex(in_hex), np.uint8).reshape(-1, 32)
 
     def fingerprint(self) -> bytes:
         """A digest of all names and contents in their order."""
@@ -359,7 +353,12 @@ class FileImages(Dataset[Any]):
         enabled = self.settings.cache == "auto"
         digest = "none"
         if enabled:  # else no file need be read for it
-            digest = self._digest_of_squares()
+            # of all that makes the squares
+            made_by = hashlib.sha256(self.contents[self.positions].tobytes())
+            libraries = [RULES, PIL.__version__, torch.__version__, torchvision.__version__]
+            libraries.append(torch.backends.cpu.get_cpu_capability())  # it resizes in its own way
+            made_by.update(json.dumps([self.size, self.interpolation, *libraries]).encode())
+            digest = made_by.hexdigest()[:32]
         cache = ImageCache(digest, (len(self.positions), 3, self.size, self.size), enabled)
         cache.open()
         return cache
@@ -387,14 +386,6 @@ class FileImages(Dataset[Any]):
         if digest != self.contents[position].tobytes():
             raise UserError(f"{path}: has changed since the data set was opened; start again")
         return self._square(position)
-
-    def _digest_of_squares(self) -> str:
-        """A digest of all that makes the squares of the images at :attr:`positions`."""
-        digest = hashlib.sha256(self.contents[self.positions].tobytes())
-        libraries = [RULES, PIL.__version__, torch.__version__, torchvision.__version__]
-        libraries.append(torch.backends.cpu.get_cpu_capability())  # it resizes in its own way
-        digest.update(json.dumps([self.size, self.interpolation, *libraries]).encode())
-        return digest.hexdigest()[:32]
 
 
 Source = ArrayImages | FileImages

@@ -121,11 +121,11 @@ def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.nda
     return views[0].permute(1, 2, 0).numpy()
 
 
+@dataclass
 class _Fetching(Dataset[Any]):
     """Whole batches, or in their place the UserError, of which torch would make a traceback."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    source: Source
 
     def __getitems__(self, request: BatchRequest) -> Loaded | UserError:
         try:
@@ -159,10 +159,23 @@ class Loader:
         decodes = requests[0].augment is not None or uncached
 
         # worker processes take seconds to start, so they live on from epoch to epoch
-        made_for = self.number_of_workers(decodes), decodes
-        if self._loader is None or self._made_for != made_for:
-            self._made_for = made_for
-            self._loader = self._data_loader(made_for[0])
+        workers = self.number_of_workers(decodes)
+        if self._loader is None or self._made_for != (workers, decodes):
+            self._made_for = workers, decodes
+            if workers:
+                kill_readers_at_exit()
+            self._loader = DataLoader(
+                _Fetching(self.source),
+                batch_sampler=self._requests,  # type: ignore[arg-type]  # lists of samples to torch
+                collate_fn=default_convert,  # leaves batches as they are
+                num_workers=workers,
+                worker_init_fn=spare_worker,
+                generator=torch.Generator(),
+                # tensorstore must not be in use before a fork: workers start from a clean process
+                multiprocessing_context="forkserver" if workers else None,
+                persistent_workers=workers > 0,  # each takes seconds to import torch
+                pin_memory=self.pin,
+            )
         self._requests[:] = requests  # in place: the DataLoader that lives on looks at this list
 
         with spared():
@@ -185,19 +198,3 @@ class Loader:
         if self.pin:
             workers = max(1, cores - 1)
         return min(workers, MOST_WORKERS)
-
-    def _data_loader(self, workers: int) -> DataLoader[Any]:
-        if workers:
-            kill_readers_at_exit()
-        return DataLoader(
-            _Fetching(self.source),
-            batch_sampler=self._requests,  # type: ignore[arg-type]  # lists of samples to torch
-            collate_fn=default_convert,  # leaves batches as they are
-            num_workers=workers,
-            worker_init_fn=spare_worker,
-            generator=torch.Generator(),
-            # tensorstore must not be in use before a fork, so workers start from a clean process
-            multiprocessing_context="forkserver" if workers else None,
-            persistent_workers=workers > 0,  # each takes seconds to import torch
-            pin_memory=self.pin,
-        )

@@ -286,13 +286,14 @@ def load_data(
             f"data set {settings.title}: the training images are all of the class {name!r}; "
             "two or more are needed (in a folder each, if they are files)"
         )
-    check_spelling(train.class_names, settings.title)
     num_classes = max(int(labels.max()) + 1, len(train.class_names))
-    if train.class_names and len(train.class_names) < num_classes:
-        raise UserError(
-            f"data set {settings.title}: has {len(train.class_names)} names of classes and labels "
-            f"up to {num_classes - 1}: each class should have a name"
-        )
+    if train.class_names:
+        check_spelling(train.class_names, settings.title)
+        if len(train.class_names) < num_classes:
+            raise UserError(
+                f"data set {settings.title}: has {len(train.class_names)} names of classes and "
+                f"labels up to {num_classes - 1}: each class should have a name"
+            )
     positions = np.arange(len(labels))
     if val is not None:
         held_out = np.arange(len(val))

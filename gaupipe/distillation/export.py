@@ -101,7 +101,7 @@ def make_schema(
         pooled_from=None if export.grid is None else list(teacher.shape.grid),
     )
     return store.Schema(
-        **(teacher.shape.in_store(export) if has_maps else {}),
+        **(vars(teacher.shape.stored(export)) if has_maps else {}),
         kind=kind,
         encoding=export.encoding,
         k=export.k,

@@ -23,7 +23,6 @@ from gaupipe.distillation.losses import (
     FeatureLoss,
     TeacherMaps,
     drawn_queries,
-    gamma_at,
     soft_loss,
 )
 from gaupipe.distillation.student import (
@@ -43,8 +42,6 @@ from gaupipe.training.job import (
     StepLosses,
     Training,
     make_training,
-    remarks_on_patches,
-    share_of_dropped_patches,
 )
 from gaupipe.training.state import Identity
 
@@ -151,7 +148,7 @@ def build_distilled(
     if maps.schema.has_maps:
         reader = MapReader(maps, student, phase, device)
     losses = StudentLosses(student, settings, reader, predicts)
-    remarks = remarks_on_patches(train, epochs) + remarks_on_maps(settings, maps.schema, student)
+    remarks = remarks_on_maps(settings, maps.schema, student)
     job = make_training(settings, data, device, student, train, losses, epochs, remarks)
     return replace(
         job,
@@ -167,16 +164,10 @@ def build_without_store(teacher: Teacher, student: VisionTransformer) -> Trainin
     settings = without_predictions(teacher.settings)
     train = settings.student_training
     maps = constant_maps(teacher, student)
-    epochs = [
-        EpochPlan(gamma, dropped=share_of_dropped_patches(train, epoch, gamma))
-        for epoch, gamma in enumerate(gammas(settings))
-    ]
+    epochs = [EpochPlan(gamma) for gamma in settings.phase_b.gammas(train.epochs)]
     losses = StudentLosses(student, settings, lambda _batch: maps)
     name = settings.phase_a.teacher
-    remarks = [
-        f"{name} has {teacher.describe()}; it predicts nothing, so phase_b.alpha is 0",
-        *remarks_on_patches(train, epochs),
-    ]
+    remarks = [f"{name} has {teacher.describe()}; it predicts nothing, so phase_b.alpha is 0"]
     data = teacher.data
     return make_training(settings, data, teacher.device, student, train, losses, epochs, remarks)
 
@@ -227,24 +218,15 @@ def plan_epochs(
     if unlabelled is not None:
         stores.append(StoredImages(unlabelled, phase, settings.seed))
     epochs = []
-    for epoch, gamma in enumerate(gammas(settings)):
-        dropped = share_of_dropped_patches(train, epoch, gamma)
-        alpha = phase.alpha if epoch < phase.alpha_ends(train.epochs) else 0.0
+    for epoch, gamma in enumerate(phase.gammas(train.epochs)):
+        alpha = phase.alpha if epoch < (phase.alpha_epochs or train.epochs) else 0.0
         # once a store of views has nothing to say, there is no need to see its views again
         if views > 1 and not gamma and not alpha:
-            epochs.append(EpochPlan(dropped=dropped))
+            epochs.append(EpochPlan())
             continue
         maps_of_epoch = MapsOfEpoch(stores, epoch, with_maps=gamma > 0)
-        epochs.append(EpochPlan(gamma, alpha, dropped, maps_of_epoch))
+        epochs.append(EpochPlan(gamma, alpha, maps=maps_of_epoch))
     return epochs
-
-
-def gammas(settings: Settings) -> list[float]:
-    """The weight of L_feat in each epoch of a student."""
-    phase = settings.phase_b
-    epochs = settings.student_training.epochs
-    end = phase.gamma_ends(epochs)
-    return [gamma_at(epoch, phase.gamma, phase.gamma_schedule, end) for epoch in range(epochs)]
 
 
 def identity_of_maps(schema: store.Schema) -> Identity:
@@ -278,14 +260,14 @@ def remarks_on_maps(
         remarks.append(f"its blocks are compared with the stored blocks {layers}")
     if phase.warm_start in ("slice", "teacher") and settings.model.stem != "patch":
         remarks.append("its convolutional stem is no part of the teacher's weights")
-    moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
-    teacher = StoreNotes.of(schema).teacher
-    shows_views = teacher is not None and teacher_kind(teacher).shows_views
-    if shows_views and schema.views == 1 and moved and phase.gamma:
-        remarks.append(
-            "shifts and crops move the stored maps; a trained ViT would not show them so: "
-            "'gaupipe export-maps --views' stores the maps of the views"
-        )
+    moves = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
+    if moves and phase.gamma and schema.views == 1:
+        teacher = StoreNotes.of(schema).teacher
+        if teacher is not None and teacher_kind(teacher).shows_views:
+            remarks.append(
+                "shifts and crops move the stored maps; a trained ViT would not show them so: "
+                "'gaupipe export-maps --views' stores the maps of the views"
+            )
     return remarks
 
 
@@ -326,31 +308,17 @@ class StoredImages:
         """As :meth:`store.Store.prefetch`, by image ids, of one of the views. Without ``with_maps``
         predictions are read alone: maps are by far the largest arrays."""
         schema = self.maps.schema
-        maps = []
-        if with_maps:
-            maps = [*schema.kind_class.arrays(schema)]
+        maps = [*schema.kind_class.arrays(schema)] if with_maps else []
+        wanted = [(self.of_maps, maps), (self.of_predictions, ["logits"])]
         if self.of_maps is None and self.of_predictions is None:
-            yield from self._read(batches, view, [*maps, "logits"])
-            return
-        both = zip(
-            self._read(batches, view, maps, self.of_maps),
-            self._read(batches, view, ["logits"], self.of_predictions),
-            strict=True,
-        )
-        for shown, predicted in both:
-            yield shown | predicted
-
-    def _read(
-        self,
-        batches: Sequence[np.ndarray],
-        view: int,
-        names: Sequence[str],
-        others: np.ndarray | None = None,
-    ) -> Iterator[dict[str, np.ndarray]]:
-        if others is not None:
-            batches = [others[image_ids] for image_ids in batches]
-        entries = [image_ids * self.views + view for image_ids in batches]
-        return self.maps.prefetch(entries, names=names)
+            wanted = [(None, [*maps, "logits"])]  # in one read
+        reads = []
+        for others, names in wanted:
+            images = batches if others is None else [others[image_ids] for image_ids in batches]
+            entries = [image_ids * self.views + view for image_ids in images]
+            reads.append(self.maps.prefetch(entries, names=names))
+        for parts in zip(*reads, strict=True):
+            yield {name: array for part in parts for name, array in part.items()}
 
 
 class MapsOfEpoch:

@@ -1,5 +1,5 @@
-"""The losses of phase B, the schedule of gamma (*GauTransformer, eqs 9-11*), and the student's pass
-that compares attention maps block by block.
+"""The losses of phase B (*GauTransformer, eqs 9-11*), and the student's pass that compares
+attention maps block by block.
 
 Axis letters: B images, H heads, T tokens on a grid (h, w), Q of them as queries, d_m head
 width, C classes.
@@ -7,7 +7,6 @@ width, C classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -128,22 +127,6 @@ def without_keys(maps: Tensor, hidden: Tensor) -> Tensor:
     left = maps.sum(-1, keepdim=True)
     maps = torch.where(left == 0, (~hidden).to(maps.dtype), maps)
     return maps / maps.sum(-1, keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)
-
-
-def gamma_at(epoch: int, gamma: float, schedule: str, epochs: int) -> float:
-    """gamma during an epoch counted from 0.
-
-    ``constant`` (the paper); ``linear`` and ``cosine`` fall from gamma to 0 over ``epochs``;
-    ``stop_after`` is gamma for ``epochs`` epochs, then 0.
-    """
-    progress = min(epoch / epochs, 1.0)
-    factors = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        "stop_after": float(epoch < epochs),
-    }
-    return gamma * factors[schedule]
 
 
 @dataclass

@@ -31,12 +31,12 @@ class Seen:
 AS_STORED = Seen()
 
 
+@dataclass(eq=False)
 class StoredGaussians:
     """Gaussians [B, L, H, T, 4] of a batch on a ``grid`` (h, w), read from a store."""
 
-    def __init__(self, gaussians: Tensor, grid: Grid) -> None:
-        self.gaussians = gaussians
-        self.grid = grid
+    gaussians: Tensor
+    grid: Grid
 
     def rows(self, layer: int) -> Tensor:
         """A block's whole map [B, H, T, T] float32 as it is stored; rows sum to 1."""

@@ -126,7 +126,9 @@ def parse(tree: Tree, where: str) -> Settings:
     their attention, unless ``model.attention`` names another one. Raises UserError."""
     model = tree.get("model")
     if isinstance(model, dict) and "attention" not in model:
-        tree = {**tree, "model": _attention_of_weights(str(model.get("name", ""))) | model}
+        name = str(model.get("name", ""))
+        if name and not name.startswith("gauvit_"):
+            tree = {**tree, "model": _attention_of_weights(name) | model}
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
@@ -135,10 +137,7 @@ def parse(tree: Tree, where: str) -> Settings:
 
 def _attention_of_weights(name: str) -> Tree:
     """``attention`` and ``attention_options`` of trained weights, as the config.json of a
-    ``local-dir:`` says; any other weights have standard attention. Empty for a model that is
-    trained from the start."""
-    if not name or name.startswith("gauvit_"):
-        return {}
+    ``local-dir:`` says; any other weights have standard attention."""
     own = {}
     if name.startswith(LOCAL):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import model_validator
@@ -75,13 +76,24 @@ class PhaseBSettings(TrainChanges):
     ``temperature``. ``printed`` is eq. 9 literally, with a second softmax of maps that are
     softmaxed already: it has hardly any gradient, and its minimum is not at the teacher's map."""
 
-    def alpha_ends(self, epochs: int) -> int:
-        """``alpha_epochs``, or what null means for a student of so many ``epochs``."""
-        return self.alpha_epochs or epochs
-
     def gamma_ends(self, epochs: int) -> int:
         """``gamma_epochs``, or what null means for a student of so many ``epochs``."""
         return self.gamma_epochs or -(-epochs // 3)
+
+    def gammas(self, epochs: int) -> list[float]:
+        """The weight of L_feat in each epoch of a student of so many ``epochs``."""
+        end = self.gamma_ends(epochs)
+        gammas = []
+        for epoch in range(epochs):
+            progress = min(epoch / end, 1.0)
+            factors = {
+                "constant": 1.0,
+                "linear": 1 - progress,
+                "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+                "stop_after": float(epoch < end),
+            }
+            gammas.append(self.gamma * factors[self.gamma_schedule])
+        return gammas
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseBSettings:

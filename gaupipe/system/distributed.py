@@ -24,7 +24,7 @@ from gaupipe.system import terminal
 from gaupipe.system.errors import UserError, mistake_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -258,11 +258,6 @@ def from_main(value: T | None) -> T:
     return received
 
 
-def wait_for_main() -> None:
-    """Waits until rank 0 has come here."""
-    from_main(True)
-
-
 @contextlib.contextmanager
 def rank_zero_first() -> Iterator[None]:
     """The block runs on rank 0 and then, where that went well, on all others: the first one may
@@ -300,18 +295,6 @@ def is_lost(error: Exception) -> bool:
     if world_size() == 1 or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, _group().DistError) or "gloo" in str(error)
-
-
-def data_parallel(losses: nn.Module) -> nn.Module:
-    """A module whose forward returns losses, such that the gradients of its parameters become the
-    mean over all ranks. All ranks go on with the parameters of rank 0."""
-    if world_size() == 1:
-        return losses
-    from torch.nn.parallel import DistributedDataParallel
-
-    device = next(losses.parameters()).device
-    devices = None if device.type == "cpu" else [device]
-    return DistributedDataParallel(losses, device_ids=devices)
 
 
 def _group() -> Any:

@@ -62,11 +62,6 @@ class MapShape:
         layers = self.layers if export.layers is None else len(export.layers)
         return MapShape(export.grid or self.grid, layers, self.heads)
 
-    def in_store(self, export: ExportSettings) -> dict[str, Any]:
-        """The fields of a store's schema for :meth:`stored`."""
-        stored = self.stored(export)
-        return {} if stored is None else vars(stored)
-
 
 class Attention(Protocol):
     """The attention of a batch, as a teacher shows it and the kinds of stores take it."""
@@ -280,12 +275,8 @@ class Teacher:
         return StoreNotes(
             teacher=self.settings.phase_a.teacher,
             predicts=self.predicts,
-            data=self.noted_data(),
+            data=self.settings.data.model_dump(mode="json", exclude={"buckets"}),
         )
-
-    def noted_data(self) -> dict[str, Any]:
-        """The settings of the images, for :meth:`notes`."""
-        return self.settings.data.model_dump(mode="json", exclude={"buckets"})
 
     @property
     def width(self) -> int:

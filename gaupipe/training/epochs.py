@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -102,7 +102,7 @@ def loop(
     for module in state.modules.modules():
         if isinstance(module, VisionTransformer):
             module.set_grad_checkpointing(settings.grad_checkpointing)
-    with progress, StepLog(settings, folder, update, batches) as steps:
+    with progress, closing(StepLog(settings, folder, update, batches)) as steps:
         progress.line(f"{label}: {what_is_left(state, update, batches, total)}")
         if not state.metrics:
             for remark in remarks:

@@ -4,7 +4,7 @@ batches. Phase B and the training of the teacher ``vit`` are the same loop: phas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model
 from gaupipe.training.state import Identity, TrainingState
 from gaupipe.training.student import build_student
-from gaupipe.vit.fine_tuning import remarks_on_start, weights_sha256
+from gaupipe.vit.fine_tuning import fine_tunes, remarks_on_start, weights_sha256
 
 
 def hard_loss(
@@ -168,7 +168,8 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, 
         update = running.update
         for epoch in running.epochs():  # the first may go on in its middle
             plan = job.epochs[epoch.number]
-            drop_patches(job.student, plan.dropped)
+            if job.train.patch_drop_rate:
+                drop_patches(job.student, plan.dropped)
             compute_losses = update.data_parallel(job.losses)
             for batch in training.epoch(epoch.number, augment, plan.maps, epoch.first):
                 with update.forward():  # autocast
@@ -205,29 +206,11 @@ def is_over(job: Training, state: TrainingState[VisionTransformer], metrics: Epo
     return patience is not None and since_best >= patience
 
 
-def share_of_dropped_patches(train: TrainSettings, epoch: int, gamma: float = 0.0) -> float:
-    """The share of the patches that a student drops in an epoch, counted from 0, that weighs L_feat
-    by ``gamma``: a teacher's maps are of all patches."""
-    if gamma or epoch >= train.epochs // 2:
-        return 0.0
-    return train.patch_drop_rate
-
-
 def drop_patches(student: VisionTransformer, share: float) -> None:
     """From now on the student drops this share of the patches."""
     patch_drop = getattr(student, "patch_drop", None)
     if isinstance(patch_drop, PatchDropout):
         patch_drop.prob = share
-
-
-def remarks_on_patches(train: TrainSettings, epochs: Sequence[EpochPlan]) -> list[str]:
-    """A line about patches that should be dropped and never are."""
-    if not train.patch_drop_rate or any(plan.dropped for plan in epochs):
-        return []
-    return [
-        f"patch_drop_rate={train.patch_drop_rate} drops nothing: patches are dropped in the first "
-        "half of the epochs, except while maps are compared (phase_b.gamma_schedule)"
-    ]
 
 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:
@@ -253,12 +236,9 @@ def build_plain(settings: Settings, data: ImageData, afresh: bool = True) -> Tra
     device = select_device(settings.device, settings.threads)
     train = settings.train
     student = build_student(settings, data, train, trained=afresh).to(device)
-    epochs = [
-        EpochPlan(dropped=share_of_dropped_patches(train, epoch)) for epoch in range(train.epochs)
-    ]
+    epochs = [EpochPlan()] * train.epochs
     losses = LabelLosses(student, train, settings.compile)
-    remarks = remarks_on_patches(train, epochs)
-    return make_training(settings, data, device, student, train, losses, epochs, remarks)
+    return make_training(settings, data, device, student, train, losses, epochs)
 
 
 def make_training(
@@ -269,10 +249,21 @@ def make_training(
     train: TrainSettings,
     losses: LabelLosses,
     epochs: list[EpochPlan],
-    remarks: Sequence[str],
+    remarks: Sequence[str] = (),
 ) -> Training:
     """A student's training, with or without a teacher: its images and its checkpoints are those of
-    the settings."""
+    the settings, and it drops patches as ``train`` says."""
+    notes = [*remarks]
+    if train.patch_drop_rate:
+        epochs = with_dropped_patches(epochs, train.patch_drop_rate)
+        if not any(plan.dropped for plan in epochs):
+            notes.append(
+                f"patch_drop_rate={train.patch_drop_rate} drops nothing: patches are dropped in "
+                "the first half of the epochs, except while maps are compared "
+                "(phase_b.gamma_schedule)"
+            )
+    if fine_tunes(settings.model.name):
+        notes += remarks_on_start(settings.model)
     # the epoch to keep, the store and the trainings of other students may change
     changes = {
         "train": train.model_copy(update={"keep": "last"}),
@@ -283,7 +274,14 @@ def make_training(
     identity["the data set"] = data.sha256
     identity |= weights_sha256(settings.model.name)
     augment = settings.augment
-    remarks = [*remarks, *remarks_on_start(settings.model)]
     return Training(
-        settings, data, device, student, train, augment, losses, epochs, identity, remarks=remarks
+        settings, data, device, student, train, augment, losses, epochs, identity, remarks=notes
     )
+
+
+def with_dropped_patches(epochs: Sequence[EpochPlan], share: float) -> list[EpochPlan]:
+    """The epochs of a student that drops this share of the patches in the first half of them, but
+    not while its maps are compared: a teacher's are of all patches."""
+    half = len(epochs) // 2
+    first = [plan if plan.gamma else replace(plan, dropped=share) for plan in epochs[:half]]
+    return [*first, *epochs[half:]]

@@ -6,13 +6,14 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import choose_precision, select_device
 from gaupipe.vit.build import width_of
-from gaupipe.vit.fine_tuning import with_images_of_weights
+from gaupipe.vit.fine_tuning import fine_tunes, with_images_of_weights
 
 
 def settle(settings: Settings, before: Settings | None = None) -> Settings:
     """The settings with what they leave open: how trained weights expect images, the precision, and
     the number of buckets; where there is a run ``before``, its own."""
-    settings = with_images_of_weights(settings)
+    if fine_tunes(settings.model.name):
+        settings = with_images_of_weights(settings)
     if settings.precision == "auto":
         precision: str
         if before:

@@ -42,33 +42,29 @@ class StepLog:
     """
 
     def __init__(self, settings: Settings, folder: Path, update: Update, batches: Batches) -> None:
+        """Raises UserError for a logger that cannot be opened."""
         self.folder = folder
         self.update = update
         self.batches = batches
-        self.settings = settings
         self.every = settings.log.every
         self._loggers: list[Any] = []
-
-    def __enter__(self) -> StepLog:
-        """Opens steps.jsonl and the loggers. Raises UserError for one that cannot be opened."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.update.log_norm = bool(self.every)
+        folder.mkdir(parents=True, exist_ok=True)
+        update.log_norm = bool(self.every)
         if not distributed.is_main():
-            return self
+            return
         if self.every:
-            remove_later(self.folder / "steps.jsonl", self.update.batch)
-        parts = 2 if self.folder.name == "phase_a" else 3  # from the run directory on
-        name = "/".join(self.folder.resolve().parts[-parts:])
-        for logger in self.settings.log.to:
+            remove_later(folder / "steps.jsonl", update.batch)
+        parts = 2 if folder.name == "phase_a" else 3  # from the run directory on
+        name = "/".join(folder.resolve().parts[-parts:])
+        for logger in settings.log.to:
             try:
-                opened = open_logger(logger, self.folder, name, flatten(self.settings))
+                opened = open_logger(logger, folder, name, flatten(settings))
             except Exception as error:  # packages of others raise their own
                 reason = one_line(error)
                 raise UserError(f"log.to: {logger} cannot be opened ({reason})") from None
             self._loggers.append(opened)
-        return self
 
-    def __exit__(self, *_exception: Any) -> None:
+    def close(self) -> None:
         for logger in self._loggers:
             logger.close()
         self._loggers = []

@@ -57,7 +57,10 @@ class Update:
         """The ``losses`` module of an epoch, with gradients that are means over all ranks. Made
         anew for every epoch, so that ranks sum gradients in the same order after an
         interruption."""
-        self.losses = distributed.data_parallel(losses)
+        self.losses = losses
+        if distributed.world_size() > 1:
+            devices = None if self.device.type == "cpu" else [self.device]
+            self.losses = DistributedDataParallel(losses, device_ids=devices)
         return self.losses
 
     @contextlib.contextmanager
@@ -101,9 +104,21 @@ class Update:
     def step(self) -> None:
         """Ends a batch: a step of the optimizer, if the gradients of enough batches are added up.
         Raises UserError as :meth:`check`."""
+        state = self.state
         self.stepped = self._steps_now()
         if self.stepped:
-            self._step()
+            if state.optim.clip_grad is not None:
+                state.scaler.unscale_(state.optimizer)  # the norm is of the true gradients
+                self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
+            elif self.log_norm:
+                # unscaled here and not in place, so that clip_grad: null leaves the gradients alone
+                gradients = [one.grad for one in self.parameters if one.grad is not None]
+                self.grad_norm = nn.utils.get_total_norm(gradients) / state.scaler.get_scale()
+            state.scaler.step(state.optimizer)  # no step where float16 made a gradient infinite
+            state.scaler.update()
+            state.optimizer.zero_grad()  # not before each batch: they are added up
+            if state.ema:
+                state.ema.update(state.modules, self._steps_made())
         self.batch += 1
         if self.batch % self.ask_every == 0:
             self.pauses.all_reduce()
@@ -131,21 +146,6 @@ class Update:
                     "optim.warmup_epochs, and where it is the first step model.init_std; "
                     "the last checkpoint is kept"
                 )
-
-    def _step(self) -> None:
-        state = self.state
-        if state.optim.clip_grad is not None:
-            state.scaler.unscale_(state.optimizer)  # the norm is of the true gradients
-            self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
-        elif self.log_norm:
-            # unscaled here and not in place, so that clip_grad: null leaves the gradients alone
-            gradients = [one.grad for one in self.parameters if one.grad is not None]
-            self.grad_norm = nn.utils.get_total_norm(gradients) / state.scaler.get_scale()
-        state.scaler.step(state.optimizer)  # no step where float16 made a gradient infinite
-        state.scaler.update()
-        state.optimizer.zero_grad()  # not before each batch: they are added up
-        if state.ema:
-            state.ema.update(state.modules, self._steps_made())
 
 
 def per_image_gradient(parameters: Tensor, scale: float) -> Tensor:

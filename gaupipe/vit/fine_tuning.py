@@ -34,8 +34,6 @@ def fine_tunes(name: str) -> bool:
 def with_images_of_weights(settings: Settings) -> Settings:
     """The settings with the images that the weights of a fine-tuning expect, where the settings
     leave it open: their size, and how they are scaled. Raises UserError for weights of no ViT."""
-    if not fine_tunes(settings.model.name):
-        return settings
     config = resolve_model_data_config(build_untrained(settings.model.name, {}, "meta"))
     scaling: dict[str, Any] = {"mean": list(config["mean"]), "std": list(config["std"])}
     if config["interpolation"] == "bicubic":
@@ -90,8 +88,6 @@ def arguments_for(model: ModelSettings, data: ImageData) -> dict[str, Any]:
 
 def remarks_on_start(model: ModelSettings) -> list[str]:
     """A line about settings of random weights, which a ViT that is fine-tuned does not have."""
-    if not fine_tunes(model.name):
-        return []
     given = [
         f"model.{name}"
         for name in ("init", "init_std", "pos_embed_std")

@@ -171,8 +171,8 @@ class GauViT(VisionTransformer):
         if kwargs.get("mlp_ratio") == 0:
             block_fn = without_ffn(block_fn)
         layers: dict[str, Any] = {"attn_layer": attn_layer, "block_fn": block_fn}
-        if choice("stem", stem, STEMS) != "patch":
-            layers["embed_layer"] = STEMS[stem]
+        if stem != "patch":
+            layers["embed_layer"] = STEMS[choice("stem", stem, STEMS)]
         super().__init__(**{**kwargs, **layers})
         if isinstance(self.patch_embed, ConvPatchEmbed):
             # timm adapts this layer to other channels than three, and notes its name in config.json

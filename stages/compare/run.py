@@ -13,7 +13,6 @@ import store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.export import make_schema
-from gaupipe.distillation.job import gammas
 from gaupipe.distillation.store_choice import choose_store
 from gaupipe.distillation.student import check_student
 from gaupipe.settings import Settings
@@ -79,7 +78,8 @@ def compare(
         rows = select_rows(rows, only)
 
     loggers.check(settings.log.to)
-    trainings = plan(rows, settings, seeds, run_dir, test, imports)
+    read = reader(settings.download, unlabelled=not all(row.plain for row in rows))
+    trainings = plan(rows, settings, seeds, run_dir, read, test, imports)
     check_folder(run_dir)
 
     with locked(run_dir, "comparison"):
@@ -87,7 +87,8 @@ def compare(
         left = sum(training.read() is None for training in every)
         if left:
             line = f"{left} of {len(every)} trainings are left"
-            LOG.info(f"compare: {line}, about {duration(seconds_left(trainings) / jobs)}")
+            LOG.info(f"compare: {line}, about {duration(seconds_left(trainings, read) / jobs)}")
+        del read  # and the images, which the processes of the trainings read for themselves
         outcomes = train([*chain(*trainings)], jobs, imports)
         results = report(settings.data.title, trainings, outcomes, targets)
         write_whole(run_dir / f"{name}.json", json.dumps(results.to_json(), indent=1) + "\n")
@@ -109,11 +110,12 @@ def plan(
     base: Settings,
     seeds: Sequence[int],
     run_dir: Path,
+    read: Callable[[Settings], ImageData],
     test: bool = False,
     imports: Sequence[Path] = (),
 ) -> list[list[RowTraining]]:
-    """For each row its training with each seed. Raises UserError for a row that cannot be run."""
-    read = reader(base.download, unlabelled=not all(row.plain for row in rows))
+    """For each row its training with each seed, on what ``read`` gives. Raises UserError for a row
+    that cannot be run."""
 
     def row_trainings(row: Row) -> list[RowTraining]:
         settings = settle(resolve(row, base))
@@ -156,10 +158,11 @@ def reader(download: bool, unlabelled: bool) -> Callable[[Settings], ImageData]:
     return read
 
 
-def seconds_left(trainings: Sequence[Sequence[RowTraining]]) -> float:
+def seconds_left(
+    trainings: Sequence[Sequence[RowTraining]], read: Callable[[Settings], ImageData]
+) -> float:
     """Seconds of the trainings that have not finished, and of their teachers, one after the other:
-    of each row some steps are measured."""
-    read = reader(download=False, unlabelled=not all(seeds[0].row.plain for seeds in trainings))
+    of each row some steps are measured, on what ``read`` gives."""
     seconds = 0.0
     taught: set[Path] = set()
     for seeds in trainings:
@@ -175,7 +178,8 @@ def seconds_left(trainings: Sequence[Sequence[RowTraining]]) -> float:
         else:
             train = settings.student_training
             both = len(data.with_unlabelled())
-            each = student_seconds(settings, data, train, both, gammas(settings))
+            gammas = settings.phase_b.gammas(train.epochs)
+            each = student_seconds(settings, data, train, both, gammas)
             teachers = {training.teacher.path for training in left if not training.exported}
         seconds += len(left) * each
         if teachers - taught:

@@ -171,7 +171,8 @@ def export(teacher: Teacher, place: Place, asked: dict[str, Any], images: Export
             held.enter_context(place.held(teacher, schema))
         # no rank goes on before all have listed what is pending, so they list the same shards
         with distributed.rank_zero_first():
-            writer, pending = place.open(teacher, schema)
+            writer = place.open(teacher, schema)
+            pending = writer.pending()
         write(teacher, writer, pending, images.split, place.part, place.license)
 
 

@@ -111,15 +111,8 @@ class Place:
         with alone_in(folder, BUSY, shared=self.part is not None):
             yield
 
-    def open(
-        self, teacher: Teacher, schema: store.Schema
-    ) -> tuple[store.Writer, list[store.Shard]]:
-        """The writer of a rank, and the shards that are still to be written. The first rank makes
-        the store, or continues or repairs it."""
-        writer = self._open(teacher, schema)
-        return writer, writer.pending()
-
-    def _open(self, teacher: Teacher, schema: store.Schema) -> store.Writer:
+    def open(self, teacher: Teacher, schema: store.Schema) -> store.Writer:
+        """The writer of a rank. The first rank makes the store, or continues or repairs it."""
         if not distributed.is_main():
             return store.join(self.url)
         shard_bytes = int(self.shard_mb * 1e6)

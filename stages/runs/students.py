@@ -101,10 +101,17 @@ def resolve(
     if student:
         changes["model.attention"] = student
     folder = run.student(named, distilled)
-    if (folder / "config.yaml").is_file():
-        settings = settle_student(run, run.student_settings(named, distilled), changes)
-    else:
-        settings = settle_student(run, before, changes).with_buckets(distributed.world_size())
+    is_new = not (folder / "config.yaml").is_file()
+    if not is_new:
+        before = run.student_settings(named, distilled)
+    settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
+    for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
+        raise UserError(
+            f"--set {key}: belongs to the run, not to one student: start another run "
+            f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
+        )
+    if is_new:
+        settings = settings.with_buckets(distributed.world_size())
     if now is not None:
         settings = with_anytime(settings, now)
     attention = settings.model.attention
@@ -125,18 +132,6 @@ def resolve(
     if not resume:
         request.check_free()
     return request
-
-
-def settle_student(run: RunDirectory, before: Settings, changes: Overrides) -> Settings:
-    """The settings of a student with these changes, which had those ``before``: a new one those of
-    the run. Raises UserError for a setting in which students of one teacher cannot differ."""
-    settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
-    for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
-        raise UserError(
-            f"--set {key}: belongs to the run, not to one student: start another run "
-            f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
-        )
-    return settings
 
 
 def recorded_store(folder: Path) -> tuple[str, str] | None:
