@@ -55,7 +55,7 @@ def test_one_flipped_bit_of_a_checkpoint_is_refused(tmp_path):
         for parameter in state.modules.parameters():
             torch.nn.init.zeros_(parameter)
         try:
-            assert state.load(tmp_path)
+            state.load(tmp_path)
         except UserError as error:
             refused += 1
             said = str(error)
@@ -65,7 +65,8 @@ def test_one_flipped_bit_of_a_checkpoint_is_refused(tmp_path):
             torch.testing.assert_close(read, right, rtol=0, atol=0)
             assert state.metrics == sound_state.metrics
         path.write_bytes(sound)
-    assert refused > 20 and make_state().load(tmp_path)
+    assert refused > 20
+    make_state().load(tmp_path)
 
 
 PARTS = ("modules", "optimizer", "scaler", "ema", "rows", "metrics", "identity", "finished")
@@ -104,11 +105,12 @@ def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_
         shutil.copytree(first, folder)
         killed = forked(lambda: new.save(folder), kill) in KILLED
         assert killed or kill.byte is None, kill
+        assert (folder / "state.pt").is_file()
         state = make_state()
-        assert state.load(folder)
+        state.load(folder)
         seen.add(state.finished)
         new.save(folder)  # and the next one goes on from there
-        assert make_state().load(folder)
+        make_state().load(folder)
         if not killed:
             break
     assert seen == {False, True} and kill.operation > 3

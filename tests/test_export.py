@@ -128,6 +128,16 @@ def test_what_is_stored_is_the_teachers(trained):
     np.testing.assert_array_equal(stored["labels"], job.data.train.labels[ids])
 
 
+def test_a_teacher_with_averaged_weights_is_read_with_these(tmp_path):
+    directory = RunDirectory(train(tmp_path / "run", "phase_a.optim.ema=0.9"))
+    network = load_teacher(directory).network
+    saved = torch.load(directory.phase_a / "checkpoint" / "state.pt", weights_only=True)
+    for name, value in network.state_dict().items():
+        torch.testing.assert_close(value, saved["ema"][f"module.{name}"], rtol=0, atol=0)
+    assert not torch.equal(network.prior, saved["modules"]["prior"])
+    assert load_teacher(directory).sha256 == directory.teacher_digest()  # of phase A's own end
+
+
 def test_repair_rewrites_what_is_damaged_and_nothing_else(run, in_process):
     maps = run / "maps.zarr"
     before, written, files = contents(maps), times(maps), shard_files(maps)

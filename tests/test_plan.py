@@ -271,7 +271,8 @@ def test_a_model_that_no_memory_holds_is_planned_without_being_made(tmp_path, in
     assert code == 0, err
     plan = json.loads(out)
     for stage in plan["stages"].values():
-        assert stage["memory_bytes"] > 1e12 and stage.get("parameters", 1e12) > 1e11
+        assert stage.get("parameters", 1e12) > 1e11
+        assert stage["memory_bytes"] > 4e11  # an export has the weights alone
     assert "needs" in plan["problem"]
     code, out, err = in_process("phase-a", *sets(*LARGE), cwd=tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1) and "phase A needs" in err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypedDict, TypeVar
@@ -158,40 +160,47 @@ class TrainingState(Generic[Network]):
         LOG.debug(f"wrote {folder / 'state.pt'} after epoch {len(self.metrics)}")
         self.remove_superseded(folder)
 
-    def load(self, folder: Path) -> bool:
-        """Continues from what :meth:`save` wrote last; False where there is nothing. Raises
-        UserError for a checkpoint that is damaged or not one of ours, and, with the difference,
-        for one of another identity."""
-        path = folder / "state.pt"
-        if not path.is_file():
-            return False
-        try:
-            digests.check(path)
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            self._restore(state, folder)
-            LOG.debug(f"read {path} of epoch {len(self.metrics)}")
-        except (UserError, OSError):
-            raise
-        except Exception as error:  # whatever torch makes of a foreign file
-            raise UserError(
-                f"{path} is damaged, or not a checkpoint of this run ({one_line(error)}): restore "
-                "it from a copy, or start afresh in another --run-dir"
-            ) from None
-        return True
+    def load(self, folder: Path) -> None:
+        """Continues from what :meth:`save` wrote last, if there is anything. Raises UserError as
+        :func:`read_checkpoint`."""
+        with read_checkpoint(folder, self.identity) as state:
+            if state is None:
+                return
+            self.modules.load_state_dict(state["modules"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state["scaler"])
+            if self.ema:
+                self.ema.load_state_dict(state["ema"])
+            if self.per_image is not None:
+                self.per_image.load(folder, state["rows"])
+            self.metrics = state["metrics"]
+            self.finished = state["finished"]
+            self.epoch = state["epoch"]
+            self.best = state["best"]
 
-    def _restore(self, state: dict[str, Any], folder: Path) -> None:
-        check_as_begun(folder, state["identity"], self.identity)
-        self.modules.load_state_dict(state["modules"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        if self.ema:
-            self.ema.load_state_dict(state["ema"])
-        if self.per_image is not None:
-            self.per_image.load(folder, state["rows"])
-        self.metrics = state["metrics"]
-        self.finished = state["finished"]
-        self.epoch = state["epoch"]
-        self.best = state["best"]
+
+@contextmanager
+def read_checkpoint(folder: Path, identity: Identity) -> Iterator[dict[str, Any] | None]:
+    """Gives what :meth:`TrainingState.save` wrote last, while the block restores it; None where
+    there is nothing. Raises UserError for a checkpoint that is damaged or not one of ours, and,
+    with the difference, for one of another ``identity``."""
+    path = folder / "state.pt"
+    if not path.is_file():
+        yield None
+        return
+    try:
+        digests.check(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        check_as_begun(folder, state["identity"], identity)
+        yield state
+        LOG.debug(f"read {path} of epoch {len(state['metrics'])}")
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # whatever torch makes of a foreign file
+        raise UserError(
+            f"{path} is damaged, or not a checkpoint of this run ({one_line(error)}): restore it "
+            "from a copy, or start afresh in another --run-dir"
+        ) from None
 
 
 def val_acc(metrics: EpochMetrics) -> float:

@@ -171,27 +171,19 @@ def store_size(teacher: Teacher, schema: store.Schema) -> tuple[int, int]:
 def export_memory(teacher: Teacher, schema: store.Schema, shard_mb: float = SHARD_MB) -> int:
     """Bytes that an export takes on the CPU in each process."""
     settings = teacher.settings
-    weights = 4 * count_parameters(teacher.network)
-    if "gaussians" in teacher.forms:  # which is read with the state of its training
-        weights *= copies(settings.phase_a.optim.ema) + 1
-    memory = PROCESS_BYTES + weights + bytes_of_images(teacher.data)
+    memory = PROCESS_BYTES + 4 * count_parameters(teacher.network) + bytes_of_images(teacher.data)
     shard = max(int(shard_mb * 1e6), schema.bytes_per_image)
-    wider = bytes_in_memory(schema) / schema.bytes_per_image
+    # numbers that become codes are float32, and there once more while they are rounded
+    in_memory = 0
+    for name, spec in schema.arrays.items():
+        size = 8 if schema.has_codes(name) else schema.stored_dtype(name).itemsize
+        in_memory += math.prod(spec.shape[1:]) * size
+    wider = in_memory / schema.bytes_per_image
     # beside those that are written one is made and one put together
     memory += round(wider * min((WRITERS + 2) * shard, 2 * schema.total_bytes))
     if teacher.forms and select_device(settings.device, settings.threads).type == "cpu":
         memory += memory_of_maps(teacher, schema)
     return memory
-
-
-def bytes_in_memory(schema: store.Schema) -> int:
-    """Bytes of one image's numbers before they are encoded: those that become codes are float32,
-    and there once more while they are rounded."""
-    total = 0
-    for name, spec in schema.arrays.items():
-        size = 8 if schema.has_codes(name) else schema.stored_dtype(name).itemsize
-        total += math.prod(spec.shape[1:]) * size
-    return total
 
 
 def memory_of_maps(teacher: Teacher, schema: store.Schema) -> int:
