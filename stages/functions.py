@@ -17,9 +17,10 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics
 from stages.begin import begins, starts
 from stages.request import (
+    check_with_images,
     name_run,
-    names_model,
     read_settings,
+    refuse_with_model,
     with_model,
     with_unlabelled,
 )
@@ -28,7 +29,6 @@ from stages.runs.directory import RunDirectory
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
 
-    import store
     from stages.open_run import Run
     from stages.run import Line
 
@@ -186,17 +186,17 @@ def export(
     image_size: int | None = None,
     download: bool = False,
     **how: Any,
-) -> store.Store | None:
+) -> str | None:
     """Writes the maps and predictions of a run's teacher, or those of a ``model`` for ``images``,
-    as ``gaupipe export-maps`` does, and opens the store; None for a teacher without one. ``how``
-    are fields of :class:`stages.export.Place`, such as ``overwrite``; the others are options of the
-    command. Raises UserError and StoreError."""
+    as ``gaupipe export-maps`` does, and returns the path or URL of the store, for ``store.open``;
+    None for a teacher without one. ``how`` are fields of :class:`stages.export.Place`, such as
+    ``overwrite``; the others are options of the command. Raises UserError and StoreError."""
     if isinstance(images, str | Path):
         images = [images]
     files = [Path(path) for path in images]
     asked = {"kind": kind, "encoding": encoding, "k": k}
-    url: str | None
-    if not names_model(model, files, image_size) or model is None:
+    check_with_images(model, files, image_size)
+    if model is None:
         run = RunDirectory(name_run(as_path(run_dir)))
         settings = run.settings()
         if out:
@@ -207,27 +207,19 @@ def export(
         place = stage.Place(str(run.maps if out is None else out), **how)
         asked |= {"views": views}
         request = stage.ExportRequest(run, settings, place, asked, teacher, overrides, download)
-        url = stage.export_run(request)
-    else:
-        run_options = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
-        for name in (name for name, value in run_options.items() if value):
-            raise UserError(f"--{name}: belongs to a run: leave it out with --model")
-        if out is None:
-            raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
-        check_images(files)
-        check_model(model)
-        with begins(f"export: {model}, into {out}"):
-            from stages import export as stage
+        return stage.export_run(request)
 
-        place = stage.Place(str(out), **how)
-        url = stage.export_model(
-            model, files, place, asked, image_size=image_size, download=download
-        )
-    if url is None:
-        return None
-    import store
+    of_runs = {"--run-dir": run_dir, "--views": views, "--teacher": teacher, "--set": overrides}
+    refuse_with_model(model, of_runs)
+    if out is None:
+        raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+    check_images(files)
+    check_model(model)
+    with begins(f"export: {model}, into {out}"):
+        from stages import export as stage
 
-    return store.open(url, allow_incomplete=True)  # where it was written in parts
+    place = stage.Place(str(out), **how)
+    return stage.export_model(model, files, place, asked, image_size=image_size, download=download)
 
 
 def as_path(place: str | Path | None) -> Path | None:

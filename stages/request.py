@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,19 @@ def trained_last(run_dir: Path) -> str:
     return str(run.student(names[-1], distilled))
 
 
-def names_model(model: str | None, files: list[Path] | None, image_size: int | None) -> bool:
-    """True with --model and --images, which belong together."""
+def check_with_images(model: str | None, files: list[Path] | None, image_size: int | None) -> None:
+    """Raises UserError for --model without --images, which belong together, and for the reverse."""
     if (model is None) != (not files):
         raise UserError("--model NAME and --images PATH belong together")
     if model is None and image_size is not None:
         raise UserError(f"--image-size {image_size}: belongs to --model NAME")
-    return model is not None
+
+
+def refuse_with_model(model: str, options: Mapping[str, object]) -> None:
+    """Raises UserError for the first of some named ``options`` that is given beside --model."""
+    for name, value in options.items():
+        if value:
+            raise UserError(f"{name}: leave it out with --model {model}")
 
 
 def with_model(

@@ -7,6 +7,7 @@ import timm
 import torch
 
 import gaupipe
+import store
 from arguments import sets, tiny
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
@@ -47,7 +48,7 @@ def test_a_run_has_a_student_a_plain_vit_and_a_store(tmp_path, monkeypatch):
     assert ran.student.folder.name == ran.plain.folder.name == "standard"
     assert [line.epochs for line in ran.lines] == [1, 2, len(ran.plain.metrics)]
     assert ran.lines[1].val_acc == ran.student.accuracy
-    maps = gaupipe.export("run", kind="dense", out="dense.zarr")
+    maps = store.open(gaupipe.export("run", kind="dense", out="dense.zarr"))
     assert maps.schema.kind == "dense" and len(maps) == 40
     (stored,) = torch.from_numpy(maps.gather([7])["maps"]).float()
     torch.testing.assert_close(stored, ran.run.maps([7])[0], atol=2e-3, rtol=0)
@@ -56,9 +57,10 @@ def test_a_run_has_a_student_a_plain_vit_and_a_store(tmp_path, monkeypatch):
 def test_the_maps_of_a_model_are_stored(tmp_path):
     photos(tmp_path / "photos")
     save_student(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1), tmp_path / "vit")
-    maps = gaupipe.export(
+    url = gaupipe.export(
         model=str(tmp_path / "vit"), images=tmp_path / "photos", out=tmp_path / "maps.zarr"
     )
+    maps = store.open(url)
     assert maps.schema.layers == 1 and len(maps) == len(list((tmp_path / "photos").rglob("*.png")))
 
 

@@ -26,10 +26,11 @@ from stages.cli.options import (
 )
 from stages.cli.output import on_terminal, report, show
 from stages.request import (
+    check_with_images,
     find_run,
     is_run,
     names_classifier,
-    names_model,
+    refuse_with_model,
     stored_maps,
     trained_last,
 )
@@ -236,10 +237,10 @@ def view(
 
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
-    if names_model(model, files, image_size):
+    check_with_images(model, files, image_size)
+    if model is not None:
         others = {"STORE": maps, "--run-dir": run_dir, "--student": students, "--split": split}
-        for name in (name for name, value in others.items() if value):
-            raise UserError(f"{name}: belongs to a store or a run: leave it out with --model")
+        refuse_with_model(model, others)
     else:
         for name, value in {"--random-weights": random_weights, "--download": download}.items():
             if value:

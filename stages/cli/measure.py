@@ -38,6 +38,7 @@ from stages.request import (
     find_run,
     parse_list,
     read_settings,
+    refuse_with_model,
     stored_maps,
     student_folder,
     with_model,
@@ -256,8 +257,7 @@ def plan(
         others |= {"--world-size": world_size > 1, "--train": plain}
         if images is not None:  # no training, and no weights
             others |= {"--set": overrides, "--download": download}
-        for name in (name for name, value in others.items() if value):
-            raise UserError(f"{name}: leave it out with --model {model}")
+        refuse_with_model(model, others)
         if data is not None:
             compare_beginnings(data, model, overrides, download, as_json)
         elif images is not None:

@@ -191,7 +191,7 @@ def export_maps(
 
     Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
-    maps = functions.export(
+    url = functions.export(
         run_dir,
         model=model,
         images=files or (),
@@ -211,8 +211,8 @@ def export_maps(
         license=license,
         force=force,
     )
-    if maps is not None:
-        print(maps.url)
+    if url is not None:
+        print(url)
 
 
 @command("Train", "phase-b")
