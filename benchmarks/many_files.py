@@ -164,10 +164,11 @@ def kill_after(process: subprocess.Popen[bytes], path: Path) -> None:
 
 def same(one: Path, other: Path) -> bool:
     """Whether the arrays of two stores agree in every byte."""
-    files: Sequence[str] = [
-        str(path.relative_to(one)) for path in one.rglob("c/*") if path.is_file()
+    chunks: Sequence[str] = [
+        str(path.relative_to(one)) for path in one.rglob("c/**/*") if path.is_file()
     ]
-    _, different, failed = filecmp.cmpfiles(one, other, files, shallow=False)
+    assert chunks, one
+    _, different, failed = filecmp.cmpfiles(one, other, chunks, shallow=False)
     return not different and not failed
 
 
