@@ -420,9 +420,9 @@ def test_settings_that_may_change_at_any_time_reach_every_stage(run, monkeypatch
     seen = []
     load_as_before = export.load_teacher
 
-    def loaded(*args, now, **more):
-        seen.append(now)
-        return load_as_before(*args, now=now, **more)
+    def loaded(*args, settings, **more):
+        seen.append(settings)
+        return load_as_before(*args, settings=settings, **more)
 
     monkeypatch.setattr(export, "load_teacher", loaded)
     now = ["log.every=1", "checkpoint_minutes=null", "data.cache=none"]
