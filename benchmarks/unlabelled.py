@@ -23,6 +23,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -485,23 +486,25 @@ def train(
     return network.eval(), losses
 
 
+def student_batches(images: np.ndarray) -> Iterator[Tensor]:
+    """[500, 3, 32, 32] of images as they are."""
+    for start in range(0, len(images), 500):
+        pixels = torch.from_numpy(images[start : start + 500]).permute(0, 3, 1, 2) / 255
+        yield (pixels - MEAN) / STD
+
+
 @torch.inference_mode()
 def logits_of(network: nn.Module, images: np.ndarray) -> np.ndarray:
     """[N, C] float32 of images as they are."""
-    logits = []
-    for start in range(0, len(images), 500):
-        pixels = torch.from_numpy(images[start : start + 500]).permute(0, 3, 1, 2) / 255
-        logits.append(network((pixels - MEAN) / STD))
-    return torch.cat(logits).numpy()
+    return torch.cat([network(batch) for batch in student_batches(images)]).numpy()
 
 
 @torch.inference_mode()
 def learned_maps(network: nn.Module, images: np.ndarray) -> np.ndarray:
     """[N, 4, T, T] float16: the mean over the heads of a ViT's maps of images as they are."""
     maps = []
-    for start in range(0, len(images), 500):
-        pixels = torch.from_numpy(images[start : start + 500]).permute(0, 3, 1, 2) / 255
-        _, log_maps = forward_with_maps(network, (pixels - MEAN) / STD)  # type: ignore[arg-type]
+    for batch in student_batches(images):
+        _, log_maps = forward_with_maps(network, batch)  # type: ignore[arg-type]
         maps.append(torch.stack([rows.exp().mean(1) for rows in log_maps], 1).half())
     return torch.cat(maps).numpy()
 

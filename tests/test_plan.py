@@ -270,9 +270,10 @@ def test_a_model_that_no_memory_holds_is_planned_without_being_made(tmp_path, in
     code, out, err = in_process("plan", *options, "--json", *sets(*LARGE), cwd=tmp_path)
     assert code == 0, err
     plan = json.loads(out)
-    for stage in plan["stages"].values():
+    for name, stage in plan["stages"].items():
         assert stage.get("parameters", 1e12) > 1e11
-        assert stage["memory_bytes"] > 4e11  # an export has the weights alone
+        # an export has the weights alone
+        assert stage["memory_bytes"] > (4e11 if name == "export" else 1e12)
     assert "needs" in plan["problem"]
     code, out, err = in_process("phase-a", *sets(*LARGE), cwd=tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1) and "phase A needs" in err

@@ -72,13 +72,17 @@ def requests(
     ]
 
 
+def draws_full_size(augment: Augment, source: Source) -> bool:
+    """True where crops are drawn of image files at their full size."""
+    return augment.settings.full_size and isinstance(source, FileImages)
+
+
 def cuts_images(augment: Augment, source: Source) -> bool:
     """True where crops are cut from the images themselves: where they are drawn of image files at
     their full size, or of squares of another size than the source's."""
     if augment.settings.resized_crop is None:
         return False
-    of_files = augment.settings.full_size and isinstance(source, FileImages)
-    return of_files or augment.size not in (None, source.size)
+    return draws_full_size(augment, source) or augment.size not in (None, source.size)
 
 
 def fetch(source: Source, request: BatchRequest) -> Loaded:
@@ -95,7 +99,7 @@ def fetch(source: Source, request: BatchRequest) -> Loaded:
             images = decoded[torch.from_numpy(numbers)]
         return Loaded(images, labels, torch.from_numpy(ids))
     pixels = decoded_once(source, positions)
-    if augment.settings.full_size and isinstance(source, FileImages):
+    if draws_full_size(augment, source):
         images, places = augment.crops(pixels, drawn_ids, epochs, source.size)
     else:
         images, places = augment.crops_of_squares(

@@ -258,6 +258,11 @@ def from_main(value: T | None) -> T:
     return received
 
 
+def wait_for_main() -> None:
+    """Waits until rank 0 has come here."""
+    from_main(None)
+
+
 @contextlib.contextmanager
 def rank_zero_first() -> Iterator[None]:
     """The block runs on rank 0 and then, where that went well, on all others: the first one may

@@ -30,7 +30,7 @@ from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import Score, score
-from gaupipe.training.state import TrainingState, read_checkpoint
+from gaupipe.training.state import TrainingState, kept_weights, read_checkpoint
 from gaupipe.training.update import per_image_gradient
 from gaupipe.vit.build import build_vit
 
@@ -70,11 +70,7 @@ class GaussianTeacher(Teacher):
         with read_checkpoint(checkpoint, identity(settings, data)) as state:
             if state is None or not state["finished"]:
                 return None
-            weights = state["modules"]
-            if state["ema"] is not None:  # the average is what was kept
-                average = state["ema"].items()
-                weights = {name.removeprefix("module."): tensor for name, tensor in average}
-            teacher.network.load_state_dict(weights)
+            teacher.network.load_state_dict(kept_weights(state))
             teacher.network.eval()
             if teacher.per_image is not None:
                 teacher.per_image.load(checkpoint, state["rows"])

@@ -168,8 +168,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, 
         update = running.update
         for epoch in running.epochs():  # the first may go on in its middle
             plan = job.epochs[epoch.number]
-            if job.train.patch_drop_rate:
-                drop_patches(job.student, plan.dropped)
+            drop_patches(job.student, plan.dropped)
             compute_losses = update.data_parallel(job.losses)
             for batch in training.epoch(epoch.number, augment, plan.maps, epoch.first):
                 with update.forward():  # autocast

@@ -179,6 +179,15 @@ class TrainingState(Generic[Network]):
             self.best = state["best"]
 
 
+def kept_weights(state: dict[str, Any]) -> dict[str, Any]:
+    """Of a checkpoint the weights of :attr:`TrainingState.kept`."""
+    average = state["ema"]
+    if average is None:
+        weights: dict[str, Any] = state["modules"]
+        return weights
+    return {name.removeprefix("module."): tensor for name, tensor in average.items()}
+
+
 @contextmanager
 def read_checkpoint(folder: Path, identity: Identity) -> Iterator[dict[str, Any] | None]:
     """Gives what :meth:`TrainingState.save` wrote last, while the block restores it; None where

@@ -34,21 +34,37 @@ RUNS = Path("runs")
 STUDENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
 
 
-@dataclass(unsafe_hash=True)
+@dataclass(frozen=True)
 class RunDirectory:
     """A run's folder, and where its files are."""
 
     path: Path
 
-    def __post_init__(self) -> None:
-        self.config = self.path / "config.yaml"
-        self.split = self.path / "split.json"
-        self.weights_sha256 = self.path / "weights_sha256"
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def split(self) -> Path:
+        return self.path / "split.json"
+
+    @property
+    def weights_sha256(self) -> Path:
         """Names the weights of a folder that every student of the run starts from."""
-        self.phase_a = self.path / "phase_a"
-        self.teacher_sha256 = self.phase_a / "teacher_sha256"
+        return self.path / "weights_sha256"
+
+    @property
+    def phase_a(self) -> Path:
+        return self.path / "phase_a"
+
+    @property
+    def teacher_sha256(self) -> Path:
         """Is written last: phase A has finished."""
-        self.maps = self.path / "maps.zarr"
+        return self.phase_a / "teacher_sha256"
+
+    @property
+    def maps(self) -> Path:
+        return self.path / "maps.zarr"
 
     def stored(self) -> Path:
         """The run's own store. Raises UserError where the run's teacher has none."""

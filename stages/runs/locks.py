@@ -19,9 +19,9 @@ def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if distributed.is_main():
             held.enter_context(lock_of_process(folder, what, shared))
-        distributed.from_main(None)  # which comes when rank 0 has the lock
+        distributed.wait_for_main()
         yield
-        distributed.from_main(None)
+        distributed.wait_for_main()
 
 
 @contextlib.contextmanager

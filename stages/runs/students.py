@@ -101,8 +101,8 @@ def resolve(
     if student:
         changes["model.attention"] = student
     folder = run.student(named, distilled)
-    is_new = not (folder / "config.yaml").is_file()
-    if not is_new:
+    has_begun = (folder / "config.yaml").is_file()
+    if has_begun:
         before = run.student_settings(named, distilled)
     settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
     for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
@@ -110,7 +110,7 @@ def resolve(
             f"--set {key}: belongs to the run, not to one student: start another run "
             f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
         )
-    if is_new:
+    if not has_begun:
         settings = settings.with_buckets(distributed.world_size())
     if now is not None:
         settings = with_anytime(settings, now)
