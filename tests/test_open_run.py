@@ -24,7 +24,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "own-loop.md"
 
 
 def test_the_example_of_the_page_measures_maps(copied_run, tmp_path, monkeypatch, capsys):
-    copied_run(name="runs/digits")
+    copied_run(name="runs/steps")
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     section = PAGE.read_text().split("## A run in Python")[1]
