@@ -72,7 +72,7 @@ def import_file(path: Path) -> None:
             raise UserError(f"--import {path}: {one_line(error)}") from error
 
 
-def check_maps(url: str) -> None:
+def check_store(url: str) -> None:
     """Raises StoreError for a folder without a store; an object store is not asked."""
     if not (Path(url) / "zarr.json").is_file():
         import store  # with zarr and tensorstore, half a second

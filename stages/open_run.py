@@ -17,7 +17,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.mixing import Mix
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.job import MapReader, MapsOfEpoch, StoredImages, constant_maps
+from gaupipe.distillation.job import MapReader, StoredImages, StoredOfEpoch, constant_maps
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.losses import TeacherMaps
 from gaupipe.maps.gaussians import Geometry
@@ -154,7 +154,7 @@ class Run:
         else:
             predicts = StoreNotes.of(self.store.schema).has_predictions
             images = StoredImages(self.store, settings.phase_b, settings.seed)
-            stored = MapsOfEpoch([images], epoch, with_maps)
+            stored = StoredOfEpoch([images], epoch, with_maps)
             if with_maps:
                 read = MapReader(self.store, student, settings.phase_b, CPU)
         sizes = settings.data
@@ -214,10 +214,11 @@ class Run:
         return read_metrics(folder / "metrics.jsonl")
 
 
-def maps_of_blocks(teacher: TeacherMaps) -> list[Tensor | None]:
+def maps_of_blocks(teacher_maps: TeacherMaps) -> list[Tensor | None]:
     """The maps of a batch by block of the student, as :class:`TrainBatch` has them."""
     return [
-        None if layer is None else teacher.map(block) for block, layer in enumerate(teacher.layers)
+        None if layer is None else teacher_maps.map(block)
+        for block, layer in enumerate(teacher_maps.layers)
     ]
 
 

@@ -14,7 +14,7 @@ from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
 from gaupipe.settings.load import with_anytime
 from gaupipe.system import distributed
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.base import outline
@@ -39,13 +39,13 @@ def run(
 def run_request(request: StudentRequest, data: ImageData | None = None) -> list[EpochMetrics]:
     """As :func:`run`."""
     settings = request.settings
-    teacher = request.teacher
+    teacher_run = request.teacher_run
     with distributed.rank_zero_first():  # whatever can be refused is, before there are files
-        data = read_data(settings, request.run, data, unlabelled=teacher is not None)
+        data = read_data(settings, request.run, data, unlabelled=teacher_run is not None)
         afresh = starts_afresh(request)
-        job = build_training(settings, data, teacher, request.maps_url, afresh)
-        if teacher is not None and afresh and settings.phase_b.warm_start != "none":
-            job = warm_start(job, teacher)
+        job = build_training(settings, data, teacher_run, request.maps_url, afresh)
+        if teacher_run is not None and afresh and settings.phase_b.warm_start != "none":
+            job = warm_start(job, teacher_run)
     ranks.check_same(job.settings, data, {"run": request.folder})
 
     with open_student(request, job) as state:
@@ -56,39 +56,44 @@ def run_request(request: StudentRequest, data: ImageData | None = None) -> list[
 
 
 def train_student(
-    settings: Settings, folder: Path, *, teacher: RunDirectory | None, maps_url: str | None = None
+    settings: Settings,
+    folder: Path,
+    *,
+    teacher_run: RunDirectory | None,
+    maps_url: str | None = None,
 ) -> list[EpochMetrics]:
     """Trains a student into a ``folder`` outside of a run, or goes on with one, and returns its
     metrics.
 
-    teacher     the run whose phase A it learns from; None for the baseline
-    maps_url    the teacher's store; None is the run's own, which must then be of that teacher, or
-                the maps that ``local`` has without a store
+    teacher_run  the run whose phase A it learns from; None for the baseline
+    maps_url     the teacher's store; None is the run's own, which must then be of that teacher, or
+                 the maps that ``local`` has without a store
     """
-    return run_request(StudentRequest(settings, folder, teacher=teacher, maps_url=maps_url))
+    return run_request(StudentRequest(settings, folder, teacher_run=teacher_run, maps_url=maps_url))
 
 
 def build_training(
     settings: Settings,
     data: ImageData,
-    teacher: RunDirectory | None,
+    teacher_run: RunDirectory | None,
     maps_url: str | None = None,
     afresh: bool = True,
 ) -> Training:
-    """A student, freshly started; the baseline without a ``teacher``. Writes nothing. ``afresh``
-    False leaves trained weights out. Raises UserError for settings that do not fit, StoreError for
-    maps of another data set or teacher."""
-    if teacher is None:
+    """A student, freshly started; the baseline without a ``teacher_run``. Writes nothing.
+    ``afresh`` False leaves trained weights out. Raises UserError for settings that do not fit,
+    StoreError for maps of another data set or teacher."""
+    if teacher_run is None:
         return build_plain(settings, data, afresh)
-    device = select_device(settings.device, settings.threads)
-    student = build_student(settings, data, settings.student_training, trained=afresh).to(device)
+    device = prepare_device(settings.device, settings.threads)
+    train = settings.student_training
+    student = build_student(settings, data, train, from_weights=afresh).to(device)
     if not settings.phase_a.kind.stored and maps_url is None:
         return build_without_store(outline(settings, data), student)
-    url = maps_url or str(teacher.maps)
+    url = maps_url or str(teacher_run.maps)
     maps = store.open(
         url,
         dataset_sha256=data.sha256,
-        teacher_sha256=teacher.teacher_digest() if maps_url is None else None,
+        teacher_sha256=teacher_run.teacher_digest() if maps_url is None else None,
         preload_bytes=PRELOAD_BYTES,
     )
     LOG.debug(f"store {url}: {maps.schema.kind}, {len(maps)} entries")

@@ -23,7 +23,7 @@ from gaupipe.distillation.store_choice import choose_store, plan_export
 from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.settings.sections import LOCAL
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.system.progress import duration
@@ -151,7 +151,7 @@ def plan_run(
         "world_size": world_size,
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
-        "device": str(select_device(settings.device, settings.threads)),
+        "device": str(prepare_device(settings.device, settings.threads)),
         "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, SMALLER)),
     }
     if per_image_parameters is not None:
@@ -167,7 +167,7 @@ def plan_model(model: str, images: int) -> Plan:
     vit = load_model(model) if here else initialise(model, download=False)
     files = [Path("image")]  # which is not read
     looked_at = teacher_of_files(vit, model, files, files, named=False)
-    device = select_device("auto")
+    device = prepare_device("auto")
     teacher = replace(looked_at, device=device, network=looked_at.network.to(device))
     export = choose_store(teacher)
     schema = make_schema(teacher, export, sha256=UNKNOWN)

@@ -17,7 +17,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor
 
 from gaupipe.data.prepared import image_files, reader
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
@@ -66,7 +66,7 @@ def run(
     Raises UserError for a source that is no model with classes, and where there are no images.
     """
     images = list(image_files(paths))
-    device = select_device("auto")
+    device = prepare_device("auto")
     model = load_model(source, download).to(device)
     count = getattr(model, "num_classes", 0)
     if not classifies(model):

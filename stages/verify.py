@@ -144,7 +144,7 @@ def differing_images(
     names = [name for name in stored if name != "logits"]
     if schema.has_maps and not teacher.is_exact:
         # whole maps, as the choice of keys may turn out otherwise on another machine
-        names = [name for name in names if name not in schema.kind_class.arrays(schema)]
+        names = [name for name in names if name not in schema.store_kind.arrays(schema)]
         read = MAP_KINDS[schema.kind].reader(maps, torch.device("cpu"))
         stored_maps = read(stored)
         teacher_maps = read(teachers)

@@ -17,7 +17,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings.places import REMEDY
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import duration
 from gaupipe.teachers.loading import load_network
@@ -78,7 +78,7 @@ def decide(small: Settings, tuned: Settings) -> Way:
     network = load_network(
         tuned.model.name, own, {}, download=tuned.download, remedy=REMEDY, asked_by="--model"
     )
-    device = select_device(tuned.device, tuned.threads)
+    device = prepare_device(tuned.device, tuned.threads)
     teacher = ModelTeacher(tuned, own, device, network.to(device).eval())
     sample = Split(own.train.source, own.train.positions[ids])
     features, _ = features_of(teacher, sample)

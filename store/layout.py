@@ -214,9 +214,9 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
     """The files of :func:`plan`; zarr-python writes them."""
     schema = layout.schema
     per_shard = layout.images_per_shard
-    if decoder and not schema.kind_class.decoder:
+    if decoder and not schema.store_kind.decoder:
         raise StoreError(f"a store of kind {schema.kind!r} has no decoder")
-    if schema.kind_class.decoder and not decoder:
+    if schema.store_kind.decoder and not decoder:
         raise StoreError(f"a store of kind {schema.kind!r} needs its decoder's arrays")
     buffers: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(buffers))

@@ -102,10 +102,10 @@ class Schema(ArraySizes):
         fits = (self.kind == "embedding") == (self.embedding_dim is not None)
         self._check("embedding_dim", fits, "it is for the kind 'embedding', which needs it")
         prefix = self.prefix_tokens
-        most = LARGEST if self.kind_class.has_prefix else 0
+        most = LARGEST if self.store_kind.has_prefix else 0
         sound = type(prefix) is int and 0 <= prefix <= most
         self._check("prefix_tokens", sound, "it is for the kinds 'dense' and 'topk', 0 or more")
-        refused_k = self.kind_class.refused_k(self)
+        refused_k = self.store_kind.refused_k(self)
         self._check("k", refused_k is None, f"in the kind {self.kind!r} {refused_k}")
         multiple = self.num_images % self.views == 0
         self._check("num_images", multiple, f"it must be a multiple of the {self.views} views")
@@ -113,13 +113,13 @@ class Schema(ArraySizes):
             raise StoreError(f"a store of kind {self.kind!r} takes the encoding 'float16' alone")
 
     @property
-    def kind_class(self) -> Kind:
+    def store_kind(self) -> Kind:
         return KINDS[self.kind]
 
     @property
     def has_maps(self) -> bool:
         """False for a store of predictions alone."""
-        return self.kind_class.has_maps
+        return self.store_kind.has_maps
 
     @property
     def images(self) -> int:
@@ -132,7 +132,7 @@ class Schema(ArraySizes):
         numbers = Numbers()
         labels = Labels(self.num_classes)
         n = self.num_images
-        arrays = dict(self.kind_class.arrays(self))
+        arrays = dict(self.store_kind.arrays(self))
         if self.features_dim is not None:
             shape = (n, self.features_dim)
             arrays["features"] = ArraySpec(shape, numbers.dtype, ("image", "channel"), numbers)

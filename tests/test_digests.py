@@ -40,7 +40,7 @@ def make_state(width: int = 16, finished: bool = False) -> TrainingState:
 
 
 def weights(state: TrainingState) -> dict:
-    return {name: value.clone() for name, value in state.modules.state_dict().items()}
+    return {name: value.clone() for name, value in state.network.state_dict().items()}
 
 
 def test_one_flipped_bit_of_a_checkpoint_is_refused(tmp_path):
@@ -52,7 +52,7 @@ def test_one_flipped_bit_of_a_checkpoint_is_refused(tmp_path):
     for where in np.linspace(0, 1, 40):
         flip(path, where)
         state = make_state()
-        for parameter in state.modules.parameters():
+        for parameter in state.network.parameters():
             torch.nn.init.zeros_(parameter)
         try:
             state.load(tmp_path)

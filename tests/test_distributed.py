@@ -116,7 +116,7 @@ def weights_of_ranks(settings: Settings, run_dir: Path) -> None:
         job = GaussianTeacher.build(settings, load_data(settings.data), run_dir)
         state = job.training_state()
         job.train(state, run_dir)
-        weights = torch.cat([one.flatten() for one in state.modules.state_dict().values()])
+        weights = torch.cat([one.flatten() for one in state.network.state_dict().values()])
         print(f"weights {weights.tolist()}, buckets {sorted(job.per_image.records)}")
 
 

@@ -53,7 +53,9 @@ def seen(monkeypatch):
 
 
 def train(folder: Path, *changes: str) -> list[dict]:
-    return phase_b.train_student(load("digits_expected", [*TINY, *changes]), folder, teacher=None)
+    return phase_b.train_student(
+        load("digits_expected", [*TINY, *changes]), folder, teacher_run=None
+    )
 
 
 def epoch_of(folder: Path, seen: dict) -> int:

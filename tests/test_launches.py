@@ -117,17 +117,17 @@ def operations_of_a_step(
     seen = Operations()
     steps: list[int] = []
 
-    def add(epoch: Epoch, batch: Batch, **values: Tensor) -> None:
-        finish_batch(epoch, batch, **values)
+    def end_batch(epoch: Epoch, batch: Batch, **values: Tensor) -> None:
+        original(epoch, batch, **values)
         steps.append(len(batch))
         if len(steps) == 2:
             raise Seen
         states = epoch.loop.update.state.optimizer.state.values()
         seen.begin(free={state["step"].data_ptr() for state in states})
 
-    finish_batch = Epoch.add
+    original = Epoch.end_batch
     with monkeypatch.context() as patched, seen:
-        patched.setattr(Epoch, "add", add)
+        patched.setattr(Epoch, "end_batch", end_batch)
         for name in ("gather", "update"):
             patched.setattr(ImageState, name, seen.leave_out(getattr(ImageState, name)))
         with pytest.raises(Seen):

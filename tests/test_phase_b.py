@@ -19,7 +19,7 @@ from exports import write_store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.job import MapsOfEpoch, StoredImages, other_images, remarks_on_maps
+from gaupipe.distillation.job import StoredImages, StoredOfEpoch, other_images, remarks_on_maps
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
@@ -99,7 +99,7 @@ def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
         settings = load(run_dir / "config.yaml", changes)
         for teacher in (RunDirectory(run_dir), None):
             folder = tmp_path / on / str(teacher is None)
-            rows.append(phase_b.train_student(settings, folder, teacher=teacher))
+            rows.append(phase_b.train_student(settings, folder, teacher_run=teacher))
     losses = [[(row["train_loss"], row["val_loss"]) for row in run_rows] for run_rows in rows]
     assert losses[0] == losses[2] != losses[1] == losses[3]
 
@@ -125,7 +125,7 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     monkeypatch.setattr(Mlp, "forward", noted)
     monkeypatch.setattr(training_job, "drop_patches", begun)
     teacher = RunDirectory(run_dir) if distilled else None
-    phase_b.train_student(settings, tmp_path / "run/plain/standard", teacher=teacher)
+    phase_b.train_student(settings, tmp_path / "run/plain/standard", teacher_run=teacher)
     assert trained == [{16} if distilled else {4}, {4}, {16}, {16}, {16}] and scored == {16}
 
 
@@ -140,7 +140,7 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
 def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes, drops):
     changes = [*changes, "train.patch_drop_rate=0.5", "train.epochs=4"]
     settings = load(run_dir / "config.yaml", changes)
-    phase_b.train_student(settings, tmp_path / "run/student", teacher=RunDirectory(run_dir))
+    phase_b.train_student(settings, tmp_path / "run/student", teacher_run=RunDirectory(run_dir))
     said = "patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
     assert said != drops
 
@@ -303,7 +303,7 @@ def test_maps_are_read_in_the_epochs_that_compare_them(run_dir):
     settings = settings.with_section("phase_b", **phase)
     job = phase_b.build_training(settings, load_data(settings.data), RunDirectory(run_dir))
     for epoch, names in enumerate([{"gaussians"}, set(), set()]):
-        (read,) = job.epochs[epoch].maps.prefetch([np.arange(5)])
+        (read,) = job.epochs[epoch].stored.prefetch([np.arange(5)])
         assert set(read) == names | {"logits"}
 
 
@@ -321,7 +321,7 @@ def test_shuffled_maps_are_seldom_those_of_the_same_batch():
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     maps = store.open(run_dir / "maps.zarr")
     images = StoredImages(maps, PhaseBSettings(shuffle_maps=True), seed=0)
-    shuffled = MapsOfEpoch([images], 0, with_maps=True)
+    shuffled = StoredOfEpoch([images], 0, with_maps=True)
     first, second = np.random.default_rng(1).permutation(1437), np.arange(1437)
     (one,), (other,) = list(shuffled.prefetch([first])), list(shuffled.prefetch([second]))
     own = maps.gather(second)
@@ -355,7 +355,7 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     settings = settings.with_section("model", attention=key)
     data = load_data(settings.data)
     check_student(outline(settings, data))
-    rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
+    rows = phase_b.train_student(settings, tmp_path / key, teacher_run=RunDirectory(run_dir))
     assert rows[-1]["val_acc"] > 0.4  # chance is 0.1
     assert 0 < rows[-1]["loss_feat"] < rows[0]["loss_feat"]
     student = timm.create_model(f"local-dir:{tmp_path / key / 'student'}", pretrained=True).eval()

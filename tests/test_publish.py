@@ -95,7 +95,7 @@ def test_card_and_settings_name_what_the_student_learned_from(
     run, tmp_path, in_process, monkeypatch
 ):
     """Not its run's own teacher and store; and the published commands train such a student."""
-    phase_b.train_student(RunDirectory(run).settings(), tmp_path / "vit", teacher=None)
+    phase_b.train_student(RunDirectory(run).settings(), tmp_path / "vit", teacher_run=None)
     monkeypatch.setattr("gaupipe.teachers.model.NEAR_CHANCE", -1)  # it was hardly trained
     maps, teacher = str(tmp_path / "dense.zarr"), f"local-dir:{tmp_path / 'vit' / 'student'}"
     write_store(run, {"kind": "dense"}, out=maps, teacher=teacher)
@@ -117,7 +117,7 @@ def test_card_and_settings_name_what_the_student_learned_from(
 
 def test_the_card_names_the_weights_that_a_student_began_with(run, tmp_path, in_process):
     settings = RunDirectory(run).settings()
-    phase_b.train_student(settings, tmp_path / "vit", teacher=None)
+    phase_b.train_student(settings, tmp_path / "vit", teacher_run=None)
     weights = f"local-dir:{tmp_path / 'vit' / 'student'}"
     fine = tmp_path / "fine"
     train = ("train", "digits", "--model", weights, "--run-dir", fine, "--epochs", "1")

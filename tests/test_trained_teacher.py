@@ -24,7 +24,7 @@ from exports import write_store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.job import MapsOfEpoch, StoredImages, identity_of_maps
+from gaupipe.distillation.job import StoredImages, StoredOfEpoch, identity_of_maps
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import choose_store
 from gaupipe.distillation.student import layer_map
@@ -193,9 +193,9 @@ def drawn(monkeypatch):
     """(view, whether with stored maps) of every epoch whose batches are read."""
     epochs, epoch_of = [], Batches.epoch
 
-    def watched(self, number, augment, maps=None, first=0):
-        epochs.append((maps and maps.view, maps is not None))
-        return epoch_of(self, number, augment, maps, first)
+    def watched(self, number, augment, stored=None, first=0):
+        epochs.append((stored and stored.view, stored is not None))
+        return epoch_of(self, number, augment, stored, first)
 
     monkeypatch.setattr(Batches, "epoch", watched)
     return epochs
@@ -213,7 +213,7 @@ def test_views_are_stored_and_drawn_again(run, drawn):
     batches = Batches(data.train, data, torch.device("cpu"), 40)
     for epoch in (1, 4):
         whole = StoredImages(maps, PhaseBSettings(), 0)
-        stored = MapsOfEpoch([whole], epoch, with_maps=True)
+        stored = StoredOfEpoch([whole], epoch, with_maps=True)
         augment = Augment(settings.augment, settings.seed)
         batch = next(batches.epoch(epoch, augment, stored))
         assert batch.geometry is None

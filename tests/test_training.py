@@ -44,11 +44,11 @@ def loss_of(model, batch):
 def test_accumulated_updates_are_those_of_plain_torch(clip_grad):
     """Five batches, two at a time: the last of an epoch steps alone, with its full weight."""
     batches = torch.randn(5, 4, 3)
-    state, plain = make(accumulate=2, clip_grad=clip_grad), make().modules
+    state, plain = make(accumulate=2, clip_grad=clip_grad), make().network
     update = Update(state, steps=5)
     for batch in batches:
-        update.backward(loss_of(state.modules, batch))
-        update.step()
+        update.backward(loss_of(state.network, batch))
+        update.step_if_due()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for group in (batches[0:2], batches[2:4], batches[4:5]):
         optimizer.zero_grad()
@@ -56,13 +56,13 @@ def test_accumulated_updates_are_those_of_plain_torch(clip_grad):
         if clip_grad:
             nn.utils.clip_grad_norm_(plain.parameters(), clip_grad)
         optimizer.step()
-    torch.testing.assert_close(state.modules.state_dict(), plain.state_dict())
+    torch.testing.assert_close(state.network.state_dict(), plain.state_dict())
     assert asked(state) == [0, 1, 2, 3, 4]
 
 
 def test_a_continued_training_counts_its_updates_on():
     state = make(metrics=[{}, {}])
-    Update(state, steps=3).backward(loss_of(state.modules, torch.ones(1, 3)))
+    Update(state, steps=3).backward(loss_of(state.network, torch.ones(1, 3)))
     assert asked(state) == [6]
 
 
@@ -76,10 +76,10 @@ def test_an_average_of_few_steps_holds_nothing_of_the_untrained_weights(decay, a
         state.metrics = [{}] * epoch
         update = Update(state, steps=3)
         for batch in torch.randn(3, 4, 3):
-            update.backward(loss_of(state.modules, batch))
-            update.step()
+            update.backward(loss_of(state.network, batch))
+            update.step_if_due()
             if update.stepped:
-                weights.append(state.modules.weight.detach().clone())
+                weights.append(state.network.weight.detach().clone())
     average = torch.zeros(2, 3)
     for step, weight in zip(steps, weights, strict=True):
         share = max(1 - decay, step ** (-2 / 3))  # of the latest weights
@@ -92,8 +92,8 @@ def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
     state = make(accumulate=accumulate)
     parameters = torch.randn(size, 3, requires_grad=True)
     update = Update(state, steps=4)
-    scale = update.backward(state.modules(parameters).square().mean(1).mean())
-    alone, model = parameters.detach().clone().requires_grad_(), make().modules
+    scale = update.backward(state.network(parameters).square().mean(1).mean())
+    alone, model = parameters.detach().clone().requires_grad_(), make().network
     model(alone).square().mean(1).sum().backward()
     torch.testing.assert_close(per_image_gradient(parameters, scale), alone.grad)
 
@@ -106,8 +106,8 @@ def test_a_loss_that_is_not_finite_is_said_with_its_step_before_a_checkpoint(ste
     where = f"the loss is nan in epoch {epoch + 1}, step {within + 1} of 2"
     for number in range(1, step + 3):
         value = torch.nan if number == step else 1.0
-        update.backward(loss_of(state.modules, torch.full((1, 3), value)))
-        update.step()
+        update.backward(loss_of(state.network, torch.full((1, 3), value)))
+        update.step_if_due()
     with pytest.raises(UserError, match=f"{where}.*lower optim.lr.*model.init_std"):
         update.check()
 
@@ -118,8 +118,8 @@ def test_a_loss_that_is_not_finite_ends_a_long_epoch_within_fifty_batches():
 
     def train(steps: int, value: float) -> None:
         for _ in range(steps):
-            update.backward(loss_of(state.modules, torch.full((1, 3), value)))
-            update.step()
+            update.backward(loss_of(state.network, torch.full((1, 3), value)))
+            update.step_if_due()
 
     train(60, 1.0)
     with pytest.raises(UserError, match="the loss is nan in epoch 1, step 61 of 1000"):
@@ -202,11 +202,11 @@ def test_means_weigh_batches_by_their_images(tmp_path):
 
     with loop(settings, state, batches, tmp_path, "test", 1) as training:
         for epoch in training.epochs():
-            epoch.add(batch(2, None), loss=torch.tensor(1.0), acc=torch.tensor(0.5))
-            epoch.add(batch(1, 0), loss=torch.tensor(4.0), acc=torch.tensor(0.0))
-            epoch.add(batch(3, 1), loss=torch.tensor(3.0), acc=torch.tensor(1.0))
+            epoch.end_batch(batch(2, None), loss=torch.tensor(1.0), acc=torch.tensor(0.5))
+            epoch.end_batch(batch(1, 0), loss=torch.tensor(4.0), acc=torch.tensor(0.0))
+            epoch.end_batch(batch(3, 1), loss=torch.tensor(3.0), acc=torch.tensor(1.0))
             state.finished = True
-            training.save(epoch, epoch.metrics(**epoch.means()))
+            training.save(epoch, epoch.metrics(**epoch.end()))
     entry = state.metrics[0]
     assert entry.pop("loss") == pytest.approx(15 / 6)
     assert entry.pop("acc") == pytest.approx(2 / 3)  # of the three with a label

@@ -19,7 +19,7 @@ from exports import write_store
 from gaupipe.data.batches import Batches
 from gaupipe.data.images import UNLABELLED
 from gaupipe.distillation.export import is_complete
-from gaupipe.distillation.job import MapsOfEpoch, StoredImages, StudentLosses
+from gaupipe.distillation.job import StoredImages, StoredOfEpoch, StudentLosses
 from gaupipe.settings import PhaseBSettings
 from killing import KILLED, AtCall, InWrite, exit_code
 from oracles import cross_entropies
@@ -223,7 +223,7 @@ def test_entries_of_two_stores_go_to_their_images(finished):
     for shuffled in (False, True):
         phase = PhaseBSettings(shuffle_predictions=shuffled)
         images = [StoredImages(maps, phase, seed=0) for maps in stores]
-        read[shuffled] = [*MapsOfEpoch(images, 0, with_maps=False).prefetch(batches)]
+        read[shuffled] = [*StoredOfEpoch(images, 0, with_maps=False).prefetch(batches)]
     for ids, entries in zip(batches, read[False], strict=True):
         assert np.array_equal(entries["logits"], expected[ids])
 

@@ -23,7 +23,7 @@ from gaupipe.system import distributed
 T = TypeVar("T")
 
 
-class MapsOfImages(Protocol):
+class StoredOfImages(Protocol):
     """What a teacher says of the images of an epoch, in a store."""
 
     view: int | None
@@ -139,14 +139,14 @@ class Batches:
         self,
         number: int,
         augment: Augment,
-        maps: MapsOfImages | None = None,
+        stored: StoredOfImages | None = None,
         first: int = 0,
     ) -> Iterator[Batch]:
-        """One epoch of training, counted from 0: augmented views, with what ``maps`` reads for
+        """One epoch of training, counted from 0: augmented views, with what is ``stored`` of
         them. It begins with batch ``first``; nothing is read of the batches before.
 
         (seed of ``augment``, epoch) and the number of buckets alone determine the order, and the
-        store is read by the very ids of each batch. Images whose ``maps`` are of a view are drawn
+        store is read by the very ids of each batch. Images of which a view is ``stored`` are drawn
         as :meth:`views` draws it: nothing has moved between them.
         """
         order = self.buckets.epoch(augment.seed, number, self.batch_size)[first:]
@@ -155,7 +155,7 @@ class Batches:
             labelled = self.buckets.counts_below(
                 self.split.labelled, augment.seed, number, self.batch_size
             )[first:]
-        view = None if maps is None else maps.view
+        view = None if stored is None else stored.view
         drawn = number
         if view is not None:  # as it was drawn for the store, whatever the epoch
             drawn = view
@@ -167,12 +167,12 @@ class Batches:
         self.data.keep(None if augment.settings.full_size else self.split, number)
         loads = self._timed(self.loader(wanted), "data")
         reads = None
-        if maps is not None:
-            reads = self._timed(maps.prefetch(batches), "maps")
+        if stored is not None:
+            reads = self._timed(stored.prefetch(batches), "maps")
         for step, loaded in enumerate(loads):
-            stored = None
+            arrays = None
             if reads is not None:
-                stored = next(reads)  # by the same ids in the same order as the images
+                arrays = next(reads)  # by the same ids in the same order as the images
             ids = loaded.ids
             pixels = self._on_device(loaded.images)
             drawn_ids = self.split.drawn_ids(batches[step])
@@ -196,7 +196,7 @@ class Batches:
                 ids,
                 geometry=geometry,
                 mixed=mixed,
-                stored=stored,
+                stored=arrays,
                 parts=[*sizes.items()],
                 whole_size=whole_size,
                 whole_labelled=None if labelled is None else labelled[step],

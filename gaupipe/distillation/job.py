@@ -89,9 +89,10 @@ class StudentLosses(LabelLosses):
         losses = self.label_losses(logits, batch)
         loss = (self.phase.beta + self.phase.alpha - alpha) * losses.loss_hard
         if batch.stored is not None and self.teacher_predicts:
-            teacher = torch.from_numpy(batch.stored["logits"]).to(logits.device).float()
+            teacher_logits = torch.from_numpy(batch.stored["logits"]).to(logits.device).float()
             temperature = self.phase.soft_temperature
-            targets = mixed_targets((teacher / temperature).softmax(-1), batch.mixed)  # [B, C]
+            probabilities = (teacher_logits / temperature).softmax(-1)
+            targets = mixed_targets(probabilities, batch.mixed)  # [B, C]
             loss_soft = soft_loss(logits, targets, temperature)
             loss = alpha * loss_soft + loss
         if loss_feat is not None:
@@ -139,7 +140,7 @@ def build_distilled(
     if unlabelled is not None:
         check_alike(maps, unlabelled, settings)
     epochs = plan_epochs(settings, maps, unlabelled)
-    if phase.shuffle_maps and not maps.schema.kind_class.arrays(maps.schema):
+    if phase.shuffle_maps and not maps.schema.store_kind.arrays(maps.schema):
         raise UserError(
             f"phase_b.shuffle_maps: no image has maps of its own in {maps.url}: leave it out"
         )
@@ -224,8 +225,8 @@ def plan_epochs(
         if views > 1 and not gamma and not alpha:
             epochs.append(EpochPlan())
             continue
-        maps_of_epoch = MapsOfEpoch(stores, epoch, with_maps=gamma > 0)
-        epochs.append(EpochPlan(gamma, alpha, maps=maps_of_epoch))
+        stored = StoredOfEpoch(stores, epoch, with_maps=gamma > 0)
+        epochs.append(EpochPlan(gamma, alpha, stored=stored))
     return epochs
 
 
@@ -308,7 +309,7 @@ class StoredImages:
         """As :meth:`store.Store.prefetch`, by image ids, of one of the views. Without ``with_maps``
         predictions are read alone: maps are by far the largest arrays."""
         schema = self.maps.schema
-        maps = [*schema.kind_class.arrays(schema)] if with_maps else []
+        maps = [*schema.store_kind.arrays(schema)] if with_maps else []
         wanted = [(self.of_maps, maps), (self.of_predictions, ["logits"])]
         if self.of_maps is None and self.of_predictions is None:
             wanted = [(None, [*maps, "logits"])]  # in one read
@@ -321,7 +322,7 @@ class StoredImages:
             yield {name: array for part in parts for name, array in part.items()}
 
 
-class MapsOfEpoch:
+class StoredOfEpoch:
     """The stored entries of one epoch: of each image its entry for one of the views, which take
     turns. The ids of the images of several stores follow each other."""
 

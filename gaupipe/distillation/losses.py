@@ -233,7 +233,7 @@ class FeatureLoss:
         divergence: str = "teacher_student",
         compiled: bool = False,
     ) -> None:
-        check_maps(student)
+        check_has_maps(student)
         blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
         self.student = student
         self.temperature = temperature
@@ -249,18 +249,18 @@ class FeatureLoss:
             and has_normaliser_kernel(first.proj.weight.device, compiled)
         )
 
-    def __call__(self, images: Tensor, teacher: TeacherMaps) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, teacher_maps: TeacherMaps) -> tuple[Tensor, Tensor]:
         divergences: dict[int, Tensor] = {}
 
         def attend(layer: int, attention: Any, tokens: Tensor) -> Tensor:
-            if teacher.layers[layer] is None:
+            if teacher_maps.layers[layer] is None:
                 return attention(tokens)
             steps = self.attentions[layer]
             q, k, v = steps.project(tokens)  # [B, H, prefix + T, d_m] each
             compare = self.compare_maps
-            if self.fused and teacher.queries is None:
+            if self.fused and teacher_maps.queries is None:
                 compare = self.compare_fused
-            heads, divergence = compare(layer, q, k, v, teacher)
+            heads, divergence = compare(layer, q, k, v, teacher_maps)
             divergences.setdefault(layer, divergence)  # one that is computed again is not kept
             return steps.output(heads, v, tokens)  # [B, prefix + T, d]
 
@@ -268,7 +268,7 @@ class FeatureLoss:
         return logits, sum(divergences.values(), logits.new_zeros((), dtype=torch.float32))
 
     def compare_maps(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher: TeacherMaps
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher_maps: TeacherMaps
     ) -> tuple[Tensor, Tensor]:
         """The heads [B, H, prefix + T, d_m] and the divergence of one block, by the rows of the
         student's map that are compared, which are made again for the gradient."""
@@ -276,17 +276,17 @@ class FeatureLoss:
         hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
         patch_q = q[..., self.prefix :, :]
         patch_k = k[..., self.prefix :, :]
-        if teacher.queries is not None:
-            patch_q = patch_q.index_select(-2, teacher.queries)  # [B, H, Q, d_m]
-            hidden = None if hidden is None else hidden[teacher.queries]
+        if teacher_maps.queries is not None:
+            patch_q = patch_q.index_select(-2, teacher_maps.queries)  # [B, H, Q, d_m]
+            hidden = None if hidden is None else hidden[teacher_maps.queries]
 
         def compare(q: Tensor, k: Tensor) -> Tensor:
             # Softmax over the scores of patches is the whole row's, renormalised over patches. The
             # method of the base, because an attention's own hides the keys of all its queries.
             visible = None if hidden is None else ~hidden
             log_map = StudentAttention.log_map(attention, q, k, visible, False)  # [B, H, Q, T]
-            maps = teacher.map(layer)
-            return feature_loss(log_map, maps, self.temperature, self.divergence, hidden)
+            teacher_map = teacher_maps.map(layer)
+            return feature_loss(log_map, teacher_map, self.temperature, self.divergence, hidden)
 
         divergence = checkpoint(
             compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
@@ -294,7 +294,7 @@ class FeatureLoss:
         return attention.attend(q, k, v, None, False), divergence
 
     def compare_fused(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher: TeacherMaps
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher_maps: TeacherMaps
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`compare_maps` for KL(teacher || student), without the student's map.
 
@@ -309,7 +309,7 @@ class FeatureLoss:
         heads, log_normaliser = attention_with_normaliser(
             queries, keys, values, hidden, attention.scale
         )
-        make_map, row_entropy = teacher.remade(layer, hidden)
+        make_map, row_entropy = teacher_maps.remade(layer, hidden)
         pulled, row_entropy = _MapTimesKeys.apply(make_map, row_entropy, keys)
         towards = attention.scale * (queries.float() * pulled.float()).sum(-1)  # [B, H, T]
         divergence = (log_normaliser - towards - row_entropy).mean()
@@ -338,7 +338,7 @@ class FeatureLoss:
         return torch.cat([front, seen.to(front.dtype)], dim=-2)
 
 
-def check_maps(student: VisionTransformer) -> None:
+def check_has_maps(student: VisionTransformer) -> None:
     """Raises UserError for a student whose attention has no maps."""
     first: Any = student.blocks[0]
     if not in_steps(first.attn).has_map:

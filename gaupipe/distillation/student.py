@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.distillation.losses import check_maps
+from gaupipe.distillation.losses import check_has_maps
 from gaupipe.distillation.store_choice import plan_export
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import PhaseBSettings, Settings
@@ -28,7 +28,7 @@ def check_fit(
     """Raises UserError if ``maps`` of this shape cannot be compared with the student's as the
     settings say; None is a store without maps. ``where`` names the store."""
     if phase.gamma:
-        check_maps(student)
+        check_has_maps(student)
     if maps is None:
         if phase.gamma:
             raise UserError(

@@ -29,7 +29,7 @@ def choose_precision(asked: str, device: torch.device, width: int) -> str:
     return "bfloat16" if multiplies and width >= WIDE else "float32"
 
 
-def select_device(name: str, threads: int | None = None) -> torch.device:
+def prepare_device(name: str, threads: int | None = None) -> torch.device:
     """The device of this ``name``; ``auto`` is a GPU where there is one, and each rank of a machine
     has a GPU of its own. Sets the number of torch's processor ``threads``, if one is given.
 

@@ -107,7 +107,7 @@ def process_group() -> Iterator[Watch | None]:
 
     backend = "gloo"  # for numbers on the CPU: decisions, counts, and models without a GPU
     if torch.cuda.is_available():
-        # a rank without a GPU of its own is refused by select_device, which says why
+        # a rank without a GPU of its own is refused by prepare_device, which says why
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     store, number, count = next(rendezvous("env://"))

@@ -19,7 +19,7 @@ from gaupipe.data.prepared import PreparedImages, image_files
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import Settings
 from gaupipe.settings.sections import LOCAL, with_whole_path
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.teachers.readable_vit import ReadableViT
@@ -176,7 +176,7 @@ def teacher_of_files(
     network.kept_prefix = network.prefix
     settings = Settings().with_section("phase_a", teacher=source)
     settings = settings.with_section("data", batch_size=BATCH)
-    device = select_device("cpu" if to_look else "auto")
+    device = prepare_device("cpu" if to_look else "auto")
     return FilesTeacher(settings, data, device, network.to(device), images=images)
 
 

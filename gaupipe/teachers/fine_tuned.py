@@ -13,7 +13,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.places import folder_of
 from gaupipe.settings.sections import LOCAL
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.loading import readable
 from gaupipe.teachers.readable_vit import PredictingModel, ReadableViT
@@ -82,6 +82,6 @@ class FineTunedVit(FineTuned, TrainedVit):
 
 def of_network(settings: Settings, data: ImageData, network: PredictingModel) -> FineTuned:
     """The teacher of a ``network``, on the settings' device."""
-    device = select_device(settings.device, settings.threads)
+    device = prepare_device(settings.device, settings.threads)
     kind = FineTunedVit if isinstance(network, ReadableViT) else FineTuned
     return kind(settings, data, device, network.to(device))

@@ -22,7 +22,7 @@ from gaupipe.data.buckets import Buckets
 from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
-from gaupipe.system.device import choose_precision, select_device
+from gaupipe.system.device import choose_precision, prepare_device
 from gaupipe.teachers.base import Outputs, Teacher, Wanted, ending, identity
 from gaupipe.teachers.gaussian_vit import GaussianViT
 from gaupipe.teachers.image_state import ImageState
@@ -56,7 +56,7 @@ class GaussianTeacher(Teacher):
     def outline(cls, settings: Settings, data: ImageData) -> GaussianTeacher:
         with torch.device("meta"):
             network = build_network(settings, data)
-        return cls(settings, data, select_device(settings.device, settings.threads), network)
+        return cls(settings, data, prepare_device(settings.device, settings.threads), network)
 
     def begin(self, folder: Path) -> GaussianTeacher:
         return self.build(self.settings, self.data, folder)
@@ -89,7 +89,7 @@ class GaussianTeacher(Teacher):
         """A freshly started teacher, whose per-image parameters are to lie in ``folder``/rows.
         ``to_read``: it is not trained any more, and has the parameters of all images and not only
         of this rank's; ``with_images`` False leaves them out. Writes nothing."""
-        device = select_device(settings.device, settings.threads)
+        device = prepare_device(settings.device, settings.threads)
         network = build_network(settings, data)
         per_image = None
         if with_images and settings.phase_a.learns_of_images:
@@ -209,12 +209,12 @@ class GaussianTeacher(Teacher):
                     with update.forward():
                         loss = loss_of(batch, parameters, noise)
                     scale = update.backward(loss, batch.weight)
-                    update.step()
+                    update.step_if_due()
                     # an image occurs once an epoch, so its parameters step at once
                     if per_image is not None and parameters is not None:
                         per_image.update(batch.ids, per_image_gradient(parameters, scale))
-                    epoch.add(batch, loss=loss)
-                losses = epoch.means()
+                    epoch.end_batch(batch, loss=loss)
+                losses = epoch.end()
 
                 trained = replace(self, network=state.kept)
                 train_acc = score_teacher(trained, evaluation, seen=True).acc

@@ -17,7 +17,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import local_axes
 from gaupipe.maps.stored import AS_STORED, Seen, StoredGaussians, select_heads, select_queries
 from gaupipe.settings import PhaseASettings, Settings
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import MapShape, Teacher
@@ -60,7 +60,7 @@ class LocalTeacher(Teacher):
 
     @classmethod
     def outline(cls, settings: Settings, data: ImageData) -> Teacher:
-        return cls(settings, data, select_device(settings.device, settings.threads))
+        return cls(settings, data, prepare_device(settings.device, settings.threads))
 
     @property
     def predicts(self) -> bool:

@@ -12,7 +12,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import distributed
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import Teacher, ending, identity
 from gaupipe.teachers.loading import load_network
@@ -39,7 +39,7 @@ class TrainedOnLabels(ModelTeacher):
     def outline(cls, settings: Settings, data: ImageData) -> Teacher:
         model: Any = cls.model(settings, data, "meta")
         build_optimizer(model, settings.phase_a.optim, settings.phase_a.most_epochs, 100)
-        return cls(settings, data, select_device(settings.device, settings.threads), model)
+        return cls(settings, data, prepare_device(settings.device, settings.threads), model)
 
     def begin(self, folder: Path) -> Teacher:
         model = self.model(self.settings, self.data).to(self.device)
@@ -49,7 +49,7 @@ class TrainedOnLabels(ModelTeacher):
     def finished(
         cls, settings: Settings, data: ImageData, folder: Path, with_images: bool = True
     ) -> Teacher | None:
-        device = select_device(settings.device, settings.threads)
+        device = prepare_device(settings.device, settings.threads)
         return cls(settings, data, device, trained_network(folder, data).to(device))
 
     @property

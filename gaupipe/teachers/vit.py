@@ -17,7 +17,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.load import parse
 from gaupipe.settings.teachers import TEACHERS
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import warn_once
 from gaupipe.teachers.base import Outputs, Teacher, Wanted, outline
@@ -166,7 +166,7 @@ def load_teacher(settings: Settings, data: ImageData) -> ModelTeacher:
     """The teacher whose weights the settings name: a ViT whose attention can be read, or any other
     model, for its predictions. Raises UserError for what cannot be loaded."""
     phase = settings.phase_a
-    device = select_device(settings.device, settings.threads)
+    device = prepare_device(settings.device, settings.threads)
     network = load_network(phase.teacher, data, phase.teacher_args, download=settings.download)
     if isinstance(network, ReadableViT):
         return VitTeacher(settings, data, device, network.to(device))

@@ -40,7 +40,7 @@ class Loop:
     """Epochs in all."""
     update: Update
     progress: EpochProgress
-    steps: StepLog
+    step_log: StepLog
 
     def epochs(self) -> Iterator[Epoch]:
         """The epochs that are left until the caller sets ``state.finished``.
@@ -53,7 +53,7 @@ class Loop:
             state.remove_superseded(self.folder / "checkpoint")
         with self.update.pauses:
             while not state.finished:
-                state.modules.train()
+                state.network.train()
                 yield Epoch(self)
 
     def save(self, epoch: Epoch, metrics: EpochMetrics) -> None:
@@ -65,7 +65,7 @@ class Loop:
         state.epoch = None
         if distributed.is_main():
             write_metrics(self.folder / "metrics.jsonl", [metrics], "a")
-        self.steps.epoch(metrics)
+        self.step_log.epoch(metrics)
         state.save(self.folder / "checkpoint")
         pauses.saved()
         pauses.all_reduce()  # a signal may have reached another rank alone
@@ -99,15 +99,15 @@ def loop(
     that begins says the ``remarks``; one that ends draws its curves."""
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
     progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
-    for module in state.modules.modules():
+    for module in state.network.modules():
         if isinstance(module, VisionTransformer):
             module.set_grad_checkpointing(settings.grad_checkpointing)
-    with progress, closing(StepLog(settings, folder, update, batches)) as steps:
+    with progress, closing(StepLog(settings, folder, update, batches)) as step_log:
         progress.line(f"{label}: {what_is_left(state, update, batches, total)}")
         if not state.metrics:
             for remark in remarks:
                 progress.line(f"{label}: {remark}")
-        yield Loop(folder, settings.seed, total, update, progress, steps)
+        yield Loop(folder, settings.seed, total, update, progress, step_log)
     if distributed.is_main():
         draw({label: state.metrics}, folder / "curves")
         progress.line(f"{label}: curves in {folder / 'curves.png'} and .svg")
@@ -118,7 +118,7 @@ def what_is_left(state: TrainingState[Any], update: Update, batches: Batches, to
     done = len(state.metrics)
     if state.finished:
         return f"has finished after {done} epochs: nothing is left to train"
-    parameters = sum(parameter.numel() for parameter in state.modules.parameters())
+    parameters = sum(parameter.numel() for parameter in state.network.parameters())
     images = f"{len(batches.split):,} images"
     unlabelled = len(batches.split) - batches.split.labelled
     if unlabelled:
@@ -142,12 +142,13 @@ class Epoch:
         self.number = len(state.metrics)
         self.first = state.batches
         """The number of the batch to begin with."""
-        self.batches = self.first
+        self.done = self.first
+        """Batches of the epoch that have ended."""
         self.sums = Sums()
         self.started = time.monotonic()
         self.processor_started = time.process_time()
         self._generators: dict[int, torch.Generator] = {}
-        loop.steps.begin_line()
+        loop.step_log.begin_line()
         if state.epoch:
             self._load(state.epoch)
         self._seed()
@@ -168,31 +169,31 @@ class Epoch:
             else:
                 generator.manual_seed(generator.initial_seed() + (self.first << 40))
 
-    def add(self, batch: Batch, **values: Tensor) -> None:
-        """Ends a batch, with the means of its losses. Writes a checkpoint where one is due, and
-        raises Stopped then after a signal."""
+    def end_batch(self, batch: Batch, **values: Tensor) -> None:
+        """Adds the means of a batch's losses. Writes a checkpoint where one is due, and raises
+        Stopped then after a signal."""
         update = self.loop.update
-        steps = self.loop.steps
-        for sums in (self.sums, steps.sums):
+        step_log = self.loop.step_log
+        for sums in (self.sums, step_log.sums):
             sums.add(len(batch), batch.labelled, values)
-        self.batches += 1
+        self.done += 1
         progress = self.loop.progress
         if progress.is_stale:
             means = self.sums.means()
             shown = " ".join(f"{name} {means[name]:.3f}" for name in SHOWN if name in means)
             progress.show(f"{progress.label} {self.number + 1}/{self.loop.total} {shown}")
         progress.advance(len(batch) * distributed.world_size())
-        if steps.every and update.batch % steps.every == 0:
-            steps.write(self.number)
+        if step_log.every and update.batch % step_log.every == 0:
+            step_log.write(self.number)
         # an epoch with a checkpoint in it has another at its end, before an evaluation that may be
         # as long
-        is_last = self.batches == update.steps
+        is_last = self.done == update.steps
         ends_long_epoch = is_last and update.state.epoch is not None
         if update.stepped and (update.pauses.due or ends_long_epoch):
             self._save()
         self._seed()
 
-    def means(self) -> dict[str, float]:
+    def end(self) -> dict[str, float]:
         """The mean of each loss over the images of all ranks. The time of training ends here.
         Raises UserError for a loss that is not finite."""
         self.loop.update.check()
@@ -208,7 +209,7 @@ class Epoch:
 
     def metrics(self, **values: float | None) -> EpochMetrics:
         """The epoch's line in metrics.jsonl: the losses and accuracies ``values``, and the time of
-        training until :meth:`means`."""
+        training until :meth:`end`."""
         line = {
             "epoch": self.number + 1,
             **values,
@@ -219,7 +220,7 @@ class Epoch:
         return cast(EpochMetrics, line)
 
     def _seed(self) -> None:
-        entropy = (self.loop.seed, self.number, self.batches, distributed.rank())
+        entropy = (self.loop.seed, self.number, self.done, distributed.rank())
         words = np.random.SeedSequence(entropy)
         torch.manual_seed(int(words.generate_state(1, np.uint64)[0]))
 
@@ -236,7 +237,7 @@ class Epoch:
             "generators": {name: one.get_state() for name, one in self._generators.items()},
         }
         update.state.epoch = {
-            "batches": self.batches,
+            "batches": self.done,
             "seconds": began - self.started,
             "processor_seconds": processor_began - self.processor_started,
             "ranks": distributed.all_gather_object(mine),
@@ -246,7 +247,7 @@ class Epoch:
         self.processor_started += time.process_time() - processor_began
         update.pauses.saved()
         if update.pauses.signal:
-            where = f"in epoch {self.number + 1}, after batch {self.batches} of {update.steps}"
+            where = f"in epoch {self.number + 1}, after batch {self.done} of {update.steps}"
             raise Stopped(update.pauses.signal, where)
 
     def _load(self, saved: BegunEpoch) -> None:

@@ -15,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batch, MapsOfImages, train_and_val
+from gaupipe.data.batches import Batch, StoredOfImages, train_and_val
 from gaupipe.data.buckets import Buckets
 from gaupipe.data.images import UNLABELLED
 from gaupipe.data.mixing import Mix, mixed_targets
@@ -29,7 +29,7 @@ from gaupipe.settings import (
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
-from gaupipe.system.device import choose_precision, select_device
+from gaupipe.system.device import choose_precision, prepare_device
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
@@ -122,7 +122,7 @@ class EpochPlan:
     """The weight of L_soft."""
     dropped: float = 0.0
     """The share of the patches that the student drops."""
-    maps: MapsOfImages | None = None
+    stored: StoredOfImages | None = None
     """Reads what the teacher says of batches; None for a training without a store."""
 
 
@@ -160,23 +160,23 @@ class Training:
 def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, label: str) -> None:
     """Trains all epochs that are left: each batch makes an optimizer step, each epoch a score, a
     line of metrics.jsonl and a checkpoint. ``label`` names the training in lines and on the bar."""
-    training, validation = train_and_val(job.data, job.settings.data, job.device, job.images)
+    batches, validation = train_and_val(job.data, job.settings.data, job.device, job.images)
     augment = Augment(job.augment, job.settings.seed)
     total = len(job.epochs)
 
-    with loop(job.settings, state, training, folder, label, total, job.remarks) as running:
+    with loop(job.settings, state, batches, folder, label, total, job.remarks) as running:
         update = running.update
         for epoch in running.epochs():  # the first may go on in its middle
             plan = job.epochs[epoch.number]
             drop_patches(job.student, plan.dropped)
             compute_losses = update.data_parallel(job.losses)
-            for batch in training.epoch(epoch.number, augment, plan.maps, epoch.first):
+            for batch in batches.epoch(epoch.number, augment, plan.stored, epoch.first):
                 with update.forward():  # autocast
                     losses: StepLosses = compute_losses(batch, plan.gamma, plan.alpha)
                 update.backward(losses.loss, batch.weight)
-                update.step()  # the optimizer's, after optim.accumulate batches
-                epoch.add(batch, **losses.by_name())  # saves, if checkpoint_minutes are over
-            means = epoch.means()
+                update.step_if_due()
+                epoch.end_batch(batch, **losses.by_name())  # saves, if checkpoint_minutes are over
+            means = epoch.end()
 
             scores = score_model(state.kept, validation)
             metrics = epoch.metrics(
@@ -232,9 +232,9 @@ def training_state(job: Training) -> TrainingState[VisionTransformer]:
 def build_plain(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
     """A student that learns from the labels alone, freshly started. ``afresh`` False leaves trained
     weights out. Writes nothing. Raises UserError for settings that do not fit."""
-    device = select_device(settings.device, settings.threads)
+    device = prepare_device(settings.device, settings.threads)
     train = settings.train
-    student = build_student(settings, data, train, trained=afresh).to(device)
+    student = build_student(settings, data, train, from_weights=afresh).to(device)
     epochs = [EpochPlan()] * train.epochs
     losses = LabelLosses(student, train, settings.compile)
     return make_training(settings, data, device, student, train, losses, epochs)

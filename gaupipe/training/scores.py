@@ -20,7 +20,7 @@ from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 
 
 class Metrics(TypedDict):
@@ -70,7 +70,7 @@ def predictions(
 ) -> tuple[Tensor, Tensor]:
     """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. The device
     is that of the settings. Ranks share the work, and every one gets all of it."""
-    device = select_device(settings.device, settings.threads)
+    device = prepare_device(settings.device, settings.threads)
     model = model.to(device)
     sizes = settings.data
     world = distributed.world_size()

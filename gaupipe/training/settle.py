@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.system.device import choose_precision, select_device
+from gaupipe.system.device import choose_precision, prepare_device
 from gaupipe.vit.build import width_of
 from gaupipe.vit.fine_tuning import fine_tunes, with_images_of_weights
 
@@ -19,7 +19,7 @@ def settle(settings: Settings, before: Settings | None = None) -> Settings:
         if before:
             precision = before.precision
         else:
-            device = select_device(settings.device, settings.threads)
+            device = prepare_device(settings.device, settings.threads)
             precision = choose_precision("auto", device, width_of(settings.model))
         settings = settings.model_copy(update={"precision": precision})
     buckets = before.data.buckets if before else distributed.world_size()

@@ -75,7 +75,7 @@ class TrainingState(Generic[Network]):
     """Everything that a checkpoint holds. Random numbers follow from (seed, epoch), and the rate
     from the update number, so nothing else is needed to go on."""
 
-    modules: Network
+    network: Network
     optimizer: torch.optim.Optimizer
     schedule: Any
     optim: OptimSettings
@@ -89,17 +89,17 @@ class TrainingState(Generic[Network]):
     best: BestEpoch | None = None
 
     def __post_init__(self) -> None:
-        device = next(self.modules.parameters()).device
+        device = next(self.network.parameters()).device
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "float16")
         self.ema: ModelEmaV3 | None = None
         if self.optim.ema:
             # without its warm-up a short training keeps the weights that it began with
-            self.ema = ModelEmaV3(self.modules, decay=self.optim.ema, use_warmup=True)
+            self.ema = ModelEmaV3(self.network, decay=self.optim.ema, use_warmup=True)
 
     @property
     def kept(self) -> Network:
-        """The modules that are evaluated and kept: their moving average where there is one."""
-        return self.ema.module if self.ema else self.modules
+        """The network that is evaluated and kept: its moving average where there is one."""
+        return self.ema.module if self.ema else self.network
 
     @property
     def lr(self) -> float:
@@ -143,7 +143,7 @@ class TrainingState(Generic[Network]):
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / "state.pt.partial"
         state = {
-            "modules": self.modules.state_dict(),
+            "modules": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
@@ -166,7 +166,7 @@ class TrainingState(Generic[Network]):
         with read_checkpoint(folder, self.identity) as state:
             if state is None:
                 return
-            self.modules.load_state_dict(state["modules"])
+            self.network.load_state_dict(state["modules"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
             if self.ema:

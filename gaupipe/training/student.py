@@ -18,13 +18,13 @@ def build_student(
     settings: Settings,
     data: ImageData,
     train: TrainSettings,
-    trained: bool = True,
+    from_weights: bool = True,
     device: str | None = None,
 ) -> VisionTransformer:
     """The student, to be trained as ``train`` says, as the seed starts it, on the CPU. One that is
-    fine-tuned has its trained weights, unless ``trained`` is False; then it may lie on the
-    ``device`` "meta", without any. Raises UserError where it could not drop patches."""
-    if trained and fine_tunes(settings.model.name):
+    fine-tuned starts ``from_weights``; without them the student may lie on the ``device`` "meta".
+    Raises UserError where it could not drop patches."""
+    if from_weights and fine_tunes(settings.model.name):
         student = with_weights(settings, data)
     else:
         student = untrained_student(settings, data, device)
@@ -41,7 +41,7 @@ def build_student(
 def outline_student(settings: Settings, data: ImageData, train: TrainSettings) -> VisionTransformer:
     """The student on the meta device, without weights. Raises UserError where it could not be
     trained as ``train`` says."""
-    student = build_student(settings, data, train, trained=False, device="meta")
+    student = build_student(settings, data, train, from_weights=False, device="meta")
     build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
     return student
 

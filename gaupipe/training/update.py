@@ -48,7 +48,7 @@ class Update:
         """The loss and the learning rate of each batch since :meth:`check`."""
         self.log_norm = False
         """Compute the norm also where gradients are not clipped."""
-        self.device = next(state.modules.parameters()).device
+        self.device = next(state.network.parameters()).device
         self.parameters = [
             parameter for group in state.optimizer.param_groups for parameter in group["params"]
         ]
@@ -101,8 +101,8 @@ class Update:
         state.scaler.scale(loss / added_up).backward()
         return scale
 
-    def step(self) -> None:
-        """Ends a batch: a step of the optimizer, if the gradients of enough batches are added up.
+    def step_if_due(self) -> None:
+        """A step of the optimizer, if the gradients of enough batches are added up. Ends a batch.
         Raises UserError as :meth:`check`."""
         state = self.state
         self.stepped = self._steps_now()
@@ -118,7 +118,7 @@ class Update:
             state.scaler.update()
             state.optimizer.zero_grad()  # not before each batch: they are added up
             if state.ema:
-                state.ema.update(state.modules, self._steps_made())
+                state.ema.update(state.network, self._steps_made())
         self.batch += 1
         if self.batch % self.ask_every == 0:
             self.pauses.all_reduce()

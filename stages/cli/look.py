@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from gaupipe.settings.places import check_images, check_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
-from stages.begin import begins, check_maps
+from stages.begin import begins, check_store
 from stages.cli.app import command
 from stages.cli.options import (
     AnyModel,
@@ -175,7 +175,7 @@ def inspect(
     if maps is None and student is None and run_dir is not None:
         maps = stored_maps(run_dir)
     if maps is not None:
-        check_maps(maps)
+        check_store(maps)
     if png is not None:
         check_file("--png", png, ".png")
     with begins(f"inspect: {maps or run_dir}"):
@@ -247,7 +247,7 @@ def view(
                 raise UserError(f"{name}: belongs to --model NAME")
         run_dir = find_run(run_dir) if maps is None else run_dir
     if maps is not None:
-        check_maps(maps)
+        check_store(maps)
     check_images(files or ())
     check_model(model)
     if html is not None:

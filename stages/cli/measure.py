@@ -12,7 +12,7 @@ import typer
 from gaupipe.settings.places import check_data, check_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, from_here
-from stages.begin import begins, check_maps, say, starts
+from stages.begin import begins, check_store, say, starts
 from stages.cli.app import command
 from stages.cli.hints import say_next
 from stages.cli.options import (
@@ -195,7 +195,7 @@ def verify(
     if maps is None:
         run_dir = find_run(run_dir)
         maps = stored_maps(run_dir)
-    check_maps(maps)
+    check_store(maps)
     if teacher and run_dir is not None:
         RunDirectory(run_dir).settings()  # refuses a folder that is no run
     with begins(f"verify: {maps}"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from stages import functions
-from stages.begin import check_maps, starts
+from stages.begin import check_store, starts
 from stages.cli.app import command
 from stages.cli.hints import say_if_overfitted, say_next, say_other_epoch
 from stages.cli.options import (
@@ -246,7 +246,7 @@ def phase_b(
     from stages.runs import students
 
     if maps and distill:
-        check_maps(maps)
+        check_store(maps)
     request = students.resolve(
         run_dir,
         student,

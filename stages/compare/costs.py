@@ -63,16 +63,16 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
     """``parameters`` of a trained student, and ``multiply_adds`` and ``processor_seconds`` of its
     epochs, which have the entries ``metrics``."""
     settings = training.settings.model_copy(update={"compile": False})
-    teacher = None
+    teacher_run = None
     if not training.row.plain:
-        teacher = training.teacher
-    data = load_data(settings.data, unlabelled=teacher is not None)
-    job = phase_b.build_training(settings, data, teacher, training.maps_url)
+        teacher_run = training.teacher
+    data = load_data(settings.data, unlabelled=teacher_run is not None)
+    job = phase_b.build_training(settings, data, teacher_run, training.maps_url)
     buckets = settings.data.num_buckets
     batches = Batches(job.images, data, job.device, settings.data.batch_size, 0, buckets)
     augment = Augment(settings.augment, settings.seed)
     first = job.epochs[0]
-    batch = next(batches.epoch(0, augment, first.maps))
+    batch = next(batches.epoch(0, augment, first.stored))
     losses = job.losses.train()
     forward_costs: dict[tuple[float, float], float] = {}  # multiply-adds for one image
     forward_cost = 0.0

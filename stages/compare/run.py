@@ -20,7 +20,7 @@ from gaupipe.settings.load import read_yaml
 from gaupipe.settings.places import folder_of
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.messages import LOG
@@ -214,7 +214,7 @@ def check_row(row: Row, settings: Settings, data: ImageData) -> Settings:
     """The settings of a row with the store that its student needs. Raises UserError, naming the
     row, for what its training could not do."""
     try:
-        select_device(settings.device, settings.threads)
+        prepare_device(settings.device, settings.threads)
         if row.plain:
             outline_student(settings, data, settings.train)
             return settings

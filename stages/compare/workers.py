@@ -181,20 +181,20 @@ def _train(group: list[RowTraining]) -> str:
     (training,) = group
     folder = training.folder
     settings = training.settings
-    teacher = None
+    teacher_run = None
     phase_a_epochs = 0
     phase_a_costs: Mapping[str, Any] = {}
     test: Mapping[str, Any] = {}
     with _logged(folder / "log.txt"):
         if not training.row.plain:
-            teacher = training.teacher
-            phase_a_epochs = epochs_in(read_metrics(teacher.phase_a / "metrics.jsonl"))
+            teacher_run = training.teacher
+            phase_a_epochs = epochs_in(read_metrics(teacher_run.phase_a / "metrics.jsonl"))
         if training.needs_phase_a:
             written = json.loads(training.phase_a_costs.read_text())
             phase_a_costs = costs.with_probe(written, settings.phase_b.alpha > 0)
 
         url = training.maps_url
-        metrics = phase_b.train_student(settings, folder, teacher=teacher, maps_url=url)
+        metrics = phase_b.train_student(settings, folder, teacher_run=teacher_run, maps_url=url)
         if training.test_sha256 is not None:
             test = {"test_sha256": training.test_sha256, **score_test_split(training)}
         finished = FinishedTraining(

@@ -22,7 +22,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.system.device import select_device
+from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.teachers.base import MapShape, Teacher
@@ -108,7 +108,7 @@ def training_memory(
     keeps; None for a model that is not trained."""
     memory: int = PROCESS_BYTES + 4 * (copies(ema) + 1) * count_parameters(model)
     memory += bytes_of_images(data)
-    device = select_device(settings.device, settings.threads)
+    device = prepare_device(settings.device, settings.threads)
     if device.type == "cpu" and forward is not None:
         batch = -(-settings.data.batch_size // world_size)
         kept = kept_bytes(model, forward, batch, data)
@@ -181,7 +181,7 @@ def export_memory(teacher: Teacher, schema: store.Schema, shard_mb: float = SHAR
     wider = in_memory / schema.bytes_per_image
     # beside those that are written one is made and one put together
     memory += round(wider * min((WRITERS + 2) * shard, 2 * schema.total_bytes))
-    if teacher.forms and select_device(settings.device, settings.threads).type == "cpu":
+    if teacher.forms and prepare_device(settings.device, settings.threads).type == "cpu":
         memory += memory_of_maps(teacher, schema)
     return memory
 

@@ -29,19 +29,19 @@ from stages.runs.directory import RunDirectory, check_name
 class StudentRequest:
     """A student that is to be trained.
 
-    folder     where it lies
-    run        whose student it is; None for one outside of a run, as in a comparison
-    teacher    the run whose phase A it learns from; None for the baseline
-    maps_url   the attention-map store; None is the teacher's own
-    resume     continues from the last checkpoint
-    begins_run the run begins with this student, if it has not begun
-    instead    what to do where the folder is taken
+    folder       where it lies
+    run          whose student it is; None for one outside of a run, as in a comparison
+    teacher_run  the run whose phase A it learns from; None for the baseline
+    maps_url     the attention-map store; None is the teacher's own
+    resume       continues from the last checkpoint
+    begins_run   the run begins with this student, if it has not begun
+    instead      what to do where the folder is taken
     """
 
     settings: Settings
     folder: Path
     run: RunDirectory | None = None
-    teacher: RunDirectory | None = None
+    teacher_run: RunDirectory | None = None
     maps_url: str | None = None
     resume: bool = False
     begins_run: bool = False
@@ -50,7 +50,7 @@ class StudentRequest:
     @property
     def label(self) -> str:
         """The name of the training in lines and on the bar."""
-        if self.teacher is None:
+        if self.teacher_run is None:
             return f"{self.folder.name} (plain)"
         return self.folder.name
 
@@ -127,8 +127,8 @@ def resolve(
         maps_url = recorded[0]
     if maps_url == str(run.maps):
         maps_url = None
-    teacher = run if distilled else None
-    request = StudentRequest(settings, folder, run, teacher, maps_url, resume)
+    teacher_run = run if distilled else None
+    request = StudentRequest(settings, folder, run, teacher_run, maps_url, resume)
     if not resume:
         request.check_free()
     return request

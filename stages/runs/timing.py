@@ -15,7 +15,7 @@ from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import Settings, TrainSettings
-from gaupipe.system.device import choose_precision, select_device
+from gaupipe.system.device import choose_precision, prepare_device
 from gaupipe.teachers.base import MapsWanted, Teacher, Wanted
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
@@ -49,8 +49,8 @@ def student_seconds(
 ) -> float:
     """Seconds of a student's training on so many ``images`` an epoch. ``gammas`` has the weight of
     the maps in each epoch of a student with a teacher."""
-    device = select_device(settings.device, settings.threads)
-    student = build_student(settings, data, train, trained=False).to(device).train()
+    device = prepare_device(settings.device, settings.threads)
+    student = build_student(settings, data, train, from_weights=False).to(device).train()
     student.set_grad_checkpointing(settings.grad_checkpointing)
     optimizer, _ = build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
     precision = choose_precision(settings.precision, device, student.num_features)
