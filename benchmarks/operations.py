@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
-from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.distillation.kinds import AttentionReader
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, drawn_queries
 from gaupipe.maps.stored import StoredAttention
 from gaupipe.settings import PhaseBSettings
@@ -128,9 +128,9 @@ def maps_of(
         local = LocalMaps(MapShape.of(model), [0.8, 2.0] * 6)
         return lambda: local
     maps = write_store(url, tokens, kind)
-    read = MAP_KINDS[kind].reader(maps, torch.device("cpu"))
+    reader = AttentionReader(maps, torch.device("cpu"))
     random_numbers = np.random.default_rng(0)
-    return lambda: read(maps.gather(random_numbers.permutation(len(maps))[:batch]))
+    return lambda: reader.attention(maps.gather(random_numbers.permutation(len(maps))[:batch]))
 
 
 def show(tokens: int, steps: dict[str, Callable], arguments: argparse.Namespace) -> None:

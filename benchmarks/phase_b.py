@@ -47,7 +47,7 @@ import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
 from gaupipe import capture
 from gaupipe.attention import STUDENTS
-from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.distillation.kinds import AttentionReader
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, drawn_queries, soft_loss
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.maps.stored import StoredAttention, StoredRows, select_queries
@@ -132,9 +132,9 @@ def measure(
     forward, with_loss = model, FeatureLoss(model, compiled=arguments.compile)
     if arguments.compile:
         forward, with_loss = torch.compile(model), torch.compile(with_loss)
-    read = None
+    reader = None
     if maps.schema.has_maps:
-        read = MAP_KINDS[maps.schema.kind].reader(maps, device)
+        reader = AttentionReader(maps, device)
     table = np.random.default_rng(0).normal(size=(len(maps), 10)).astype(np.float32)
     waited = 0.0
     drawn = 0
@@ -150,10 +150,10 @@ def measure(
         stored = next(targets)
         waited = time.perf_counter() - started
         logits = torch.from_numpy(stored["logits"]).to(device)
-        if read is None:
+        if reader is None:
             learn_predictions(logits)
         else:
-            distil(read(stored), logits)
+            distil(reader.attention(stored), logits)
 
     def from_table() -> None:
         nonlocal waited

@@ -18,8 +18,8 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.mixing import Mix
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import MapReader, StoredImages, StoredOfEpoch, constant_maps
-from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.losses import TeacherMaps
+from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.losses import ConstantMaps, TeacherMaps
 from gaupipe.maps.gaussians import Geometry
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics, read_metrics
@@ -129,7 +129,7 @@ class Run:
         images = schema.num_images // schema.views
         image_ids = check_ids(ids, images, f"images in {self.store.url}")
         stored = self.store.gather(image_ids * schema.views + (view or 0))
-        attention = MAP_KINDS[schema.kind].reader(self.store, CPU)(stored)
+        attention = AttentionReader(self.store, CPU).attention(stored)
         return [attention.map(layer) for layer in range(schema.maps.layers)]
 
     def train_loader(self, epoch: int = 0, *, maps: bool = True) -> Iterator[TrainBatch]:
@@ -147,21 +147,24 @@ class Run:
         settings = self.settings
         data = self.data
         student = untrained_student(settings, data)
-        stored = read = shared = None
+        stored = None
         predicts = False
+        teacher_maps: MapReader | ConstantMaps | None = None
         if not settings.phase_a.kind.stored:
-            shared = constant_maps(outline(settings, data), student)
+            teacher_maps = constant_maps(outline(settings, data), student)
         else:
             predicts = StoreNotes.of(self.store.schema).has_predictions
             images = StoredImages(self.store, settings.phase_b, settings.seed)
             stored = StoredOfEpoch([images], epoch, with_maps)
             if with_maps:
-                read = MapReader(self.store, student, settings.phase_b, CPU)
+                teacher_maps = MapReader(self.store, student, settings.phase_b, CPU)
         sizes = settings.data
         batches = Batches(data.train, data, CPU, sizes.batch_size, 0, sizes.num_buckets)
         augment = Augment(settings.augment, settings.seed)
         for batch in batches.epoch(epoch, augment, stored):
-            shown = shared if read is None else read(batch)
+            maps: list[Tensor | None] = []
+            if with_maps and teacher_maps is not None:
+                maps = maps_of_blocks(teacher_maps.of(batch))
             predictions = None
             if predicts and batch.stored is not None:
                 predictions = torch.from_numpy(batch.stored["logits"]).float()
@@ -169,7 +172,7 @@ class Run:
                 images=batch.images,
                 labels=batch.labels,
                 ids=batch.ids,
-                maps=maps_of_blocks(shown) if with_maps and shown is not None else [],
+                maps=maps,
                 predictions=predictions,
                 geometry=batch.geometry,
                 mixed=batch.mixed,

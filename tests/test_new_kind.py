@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 import store
 from arguments import tiny
@@ -36,19 +35,15 @@ class HeadMeanKind(kinds.MapKind):
     def arrays(self, attention, k, dtype):
         return {"means": attention.maps(dtype).mean(2)}
 
-    def reader(self, maps, device):
-        heads = maps.schema.heads
+    def attention(self, schema, shared, stored):
+        means = stored["means"].float()  # [B, L, T, T]
+        means = means / means.sum(-1, keepdim=True)
 
-        def read(stored):
-            means = torch.from_numpy(stored["means"]).to(device).float()  # [B, L, T, T]
-            means = means / means.sum(-1, keepdim=True)
+        def rows(layer, tokens):
+            mean = kinds.select_queries(means[:, layer, None], tokens)
+            return mean.expand(-1, schema.heads, -1, -1)
 
-            def rows(layer, tokens):
-                return kinds.select_queries(means[:, layer, None], tokens).expand(-1, heads, -1, -1)
-
-            return kinds.StoredRows(rows, maps.schema.grid)
-
-        return read
+        return kinds.StoredRows(rows, schema.grid)
 
 
 def test_both_packages_know_the_same_kinds():

@@ -57,7 +57,7 @@ def test_batches_of_an_epoch_are_those_of_phase_b(run, monkeypatch):
 
     def watched(self, batch, gamma=0.0, alpha=0.0):
         if self.teacher_maps is not None:
-            seen.append((batch, self.teacher_maps(batch).map(0)))
+            seen.append((batch, self.teacher_maps.of(batch).map(0)))
         return compute(self, batch, gamma, alpha)
 
     monkeypatch.setattr(StudentLosses, "forward", watched)

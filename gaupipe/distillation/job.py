@@ -6,7 +6,7 @@ Axis letters: B images, L blocks, H heads, T tokens, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ import store
 from gaupipe.data.batches import Batch
 from gaupipe.data.mixing import mixed_targets
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.distillation.kinds import AttentionReader
 from gaupipe.distillation.losses import (
     ConstantMaps,
     FeatureLoss,
@@ -50,14 +50,14 @@ PRELOAD_BYTES = 2 * 10**9
 
 
 class StudentLosses(LabelLosses):
-    """The losses of phase B for a batch. ``teacher_maps`` gives the maps that the student's are
-    compared with; it is None where there are none, and gamma is 0."""
+    """The losses of phase B for a batch. The student's maps are compared with ``teacher_maps``,
+    None where there are none, and gamma is 0."""
 
     def __init__(
         self,
         student: VisionTransformer,
         settings: Settings,
-        teacher_maps: Callable[[Batch], TeacherMaps] | None,
+        teacher_maps: MapReader | ConstantMaps | None,
         teacher_predicts: bool = True,
     ) -> None:
         compile = settings.compile
@@ -76,7 +76,7 @@ class StudentLosses(LabelLosses):
         loss_soft = loss_feat = None
         if gamma:
             assert self.teacher_maps is not None
-            maps = self.teacher_maps(batch)
+            maps = self.teacher_maps.of(batch)
             tokens = self.student.patch_embed.num_patches
             queries = drawn_queries(self.phase.queries, batch.place, tokens)
             if queries is not None:
@@ -114,11 +114,12 @@ class MapReader:
         self.layers = layer_map(phase, len(student.blocks), maps.schema.maps.layers)
         self.heads = phase.head_map
         self.grid = tuple(student.patch_embed.grid_size)
-        self.read = MAP_KINDS[maps.schema.kind].reader(maps, device)
+        self.reader = AttentionReader(maps, device)
 
-    def __call__(self, batch: Batch) -> TeacherMaps:
+    def of(self, batch: Batch) -> TeacherMaps:
+        """The maps of a batch."""
         assert batch.stored is not None  # read with the images, from the same store
-        stored = self.read(batch.stored)
+        stored = self.reader.attention(batch.stored)
         return TeacherMaps(stored, self.layers, self.grid, self.heads, batch.geometry, batch.mixed)
 
 
@@ -145,10 +146,10 @@ def build_distilled(
             f"phase_b.shuffle_maps: no image has maps of its own in {maps.url}: leave it out"
         )
     predicts = StoreNotes.of(maps.schema).has_predictions
-    reader = None
+    teacher_maps = None
     if maps.schema.has_maps:
-        reader = MapReader(maps, student, phase, device)
-    losses = StudentLosses(student, settings, reader, predicts)
+        teacher_maps = MapReader(maps, student, phase, device)
+    losses = StudentLosses(student, settings, teacher_maps, predicts)
     remarks = remarks_on_maps(settings, maps.schema, student)
     job = make_training(settings, data, device, student, train, losses, epochs, remarks)
     return replace(
@@ -166,7 +167,7 @@ def build_without_store(teacher: Teacher, student: VisionTransformer) -> Trainin
     train = settings.student_training
     maps = constant_maps(teacher, student)
     epochs = [EpochPlan(gamma) for gamma in settings.phase_b.gammas(train.epochs)]
-    losses = StudentLosses(student, settings, lambda _batch: maps)
+    losses = StudentLosses(student, settings, maps)
     name = settings.phase_a.teacher
     remarks = [f"{name} has {teacher.describe()}; it predicts nothing, so phase_b.alpha is 0"]
     data = teacher.data

@@ -7,7 +7,7 @@ Gaussian, E embedding width, K keys of a query.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -31,11 +31,6 @@ Arrays = dict[str, Tensor]
 """Arrays [B, ...] by name, before they are stored."""
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
-
-
-Reader = Callable[[Stored], StoredAttention]
-ReadGaussians = Callable[[dict[str, Tensor]], Tensor]
-"""From the arrays of a batch to its Gaussians [B, L, H, T, 4]."""
 
 
 class MapKind:
@@ -68,9 +63,13 @@ class MapKind:
         """The tensors of a teacher's ``network`` that are stored once for all images."""
         return {}
 
-    def reader(self, maps: store.Store, device: torch.device) -> Reader:
-        """A function from the arrays of a batch to its attention. Raises UserError for a decoder
-        that is not a teacher's."""
+    def shared(self, schema: store.Schema, decoder: dict[str, Tensor]) -> Any:
+        """What the attention of every batch is made with, of a store's ``decoder``. Raises
+        KeyError, RuntimeError or TypeError for the decoder of others."""
+
+    def attention(self, schema: store.Schema, shared: Any, stored: Arrays) -> StoredAttention:
+        """The attention of a batch, from what is ``stored`` of it and what all batches have
+        :meth:`shared`."""
         raise NotImplementedError
 
 
@@ -84,22 +83,12 @@ class GaussianKind(MapKind):
     def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         return {"gaussians": attention.gaussians}
 
-    def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
-        """A function from the arrays of a batch to its Gaussians, by the ``shared`` tensors of
-        :meth:`decoder`."""
-        return lambda stored: stored["gaussians"].float()
+    def gaussians(self, schema: store.Schema, shared: Any, stored: Arrays) -> Tensor:
+        """The Gaussians [B, L, H, T, 4] of a batch."""
+        return stored["gaussians"].float()
 
-    def reader(self, maps: store.Store, device: torch.device) -> Reader:
-        shared = to_device(maps.decoder(), device)
-        try:
-            gaussians = self.gaussians(maps.schema, shared)
-        except (KeyError, RuntimeError, TypeError) as error:  # torch's, for the arrays of others
-            raise UserError(
-                f"{maps.url}: its decoder is not that of a teacher of gaupipe: {one_line(error)}"
-            ) from None
-        return lambda stored: StoredGaussians(
-            gaussians(to_device(stored, device)), maps.schema.maps.grid
-        )
+    def attention(self, schema: store.Schema, shared: Any, stored: Arrays) -> StoredAttention:
+        return StoredGaussians(self.gaussians(schema, shared, stored), schema.maps.grid)
 
 
 class EmbeddingKind(GaussianKind):
@@ -118,21 +107,21 @@ class EmbeddingKind(GaussianKind):
     def decoder(self, network: Any) -> dict[str, Tensor]:
         return {**network.decoder.state_dict(), "prior": network.prior.detach()}
 
-    def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
-        weights = dict(shared)
-        prior = prior_of(schema, shared)
+    def shared(self, schema: store.Schema, decoder: dict[str, Tensor]) -> tuple[Decoder, Tensor]:
+        weights = dict(decoder)
+        prior = prior_of(schema, decoder)
         del weights["prior"]
         hidden = weights["bias1"].shape[-1]
         assert schema.embedding_dim is not None
         network = Decoder(schema.maps.layers, schema.embedding_dim, hidden, prior[0].numel())
         network.to(prior.device).load_state_dict(weights)
+        return network, prior
 
-        @torch.no_grad()
-        def decode(stored: dict[str, Tensor]) -> Tensor:
-            raw = network(stored["embeddings"].float()).unflatten(-1, prior.shape[1:])
-            return from_raw(raw + prior, schema.parametrisation)  # [B, L, H, T, 4]
-
-        return decode
+    @torch.no_grad()
+    def gaussians(self, schema: store.Schema, shared: Any, stored: Arrays) -> Tensor:
+        network, prior = shared
+        raw = network(stored["embeddings"].float()).unflatten(-1, prior.shape[1:])
+        return from_raw(raw + prior, schema.parametrisation)
 
 
 class PriorKind(GaussianKind):
@@ -151,9 +140,11 @@ class PriorKind(GaussianKind):
     def decoder(self, network: Any) -> dict[str, Tensor]:
         return {"prior": network.prior.detach()}
 
-    def gaussians(self, schema: store.Schema, shared: dict[str, Tensor]) -> ReadGaussians:
-        gaussians = from_raw(prior_of(schema, shared), schema.parametrisation)  # [L, H, T, 4]
-        return lambda stored: gaussians.expand(len(stored["logits"]), *gaussians.shape)
+    def shared(self, schema: store.Schema, decoder: dict[str, Tensor]) -> Tensor:
+        return from_raw(prior_of(schema, decoder), schema.parametrisation)  # [L, H, T, 4]
+
+    def gaussians(self, schema: store.Schema, shared: Tensor, stored: Arrays) -> Tensor:
+        return shared.expand(len(stored["logits"]), *shared.shape)
 
 
 class DenseKind(MapKind):
@@ -173,14 +164,9 @@ class DenseKind(MapKind):
         rows = select_queries(stored["maps"][:, layer], tokens).float()
         return rows / rows.sum(-1, keepdim=True) if schema.encoding == "uint8" else rows
 
-    def reader(self, maps: store.Store, device: torch.device) -> Reader:
-        schema = maps.schema
-
-        def read(stored: Stored) -> StoredRows:
-            rows = partial(self.rows, schema, to_device(stored, device))
-            return StoredRows(rows, schema.maps.grid, schema.prefix_tokens)
-
-        return read
+    def attention(self, schema: store.Schema, shared: Any, stored: Arrays) -> StoredAttention:
+        rows = partial(self.rows, schema, stored)
+        return StoredRows(rows, schema.maps.grid, schema.prefix_tokens)
 
 
 class TopKKind(DenseKind):
@@ -212,22 +198,16 @@ class PredictionsKind(MapKind):
     def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         return {}
 
-    def reader(self, maps: store.Store, device: torch.device) -> Reader:
-        raise UserError(
-            f"{maps.url}: holds a teacher's predictions and no attention maps: take a store of "
-            "another kind, such as one of 'gaupipe export-maps --kind topk'"
-        )
-
 
 def to_device(arrays: Stored, device: torch.device) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
-def prior_of(schema: store.Schema, shared: dict[str, Tensor]) -> Tensor:
+def prior_of(schema: store.Schema, decoder: dict[str, Tensor]) -> Tensor:
     """The prior [L, H, T, P] of a store's decoder."""
     size = RAW_SIZE[schema.parametrisation]
     _, layers, heads = schema.maps
-    return shared["prior"].expand(layers, heads, schema.tokens, size)
+    return decoder["prior"].expand(layers, heads, schema.tokens, size)
 
 
 MAP_KINDS: dict[str, MapKind] = {
@@ -241,3 +221,29 @@ MAP_KINDS: dict[str, MapKind] = {
         PredictionsKind(),
     )
 }
+
+
+class AttentionReader:
+    """Makes attention of what is read from a store of ``maps``, on a device. Raises UserError for a
+    store without maps, and for a decoder that is not a teacher's."""
+
+    def __init__(self, maps: store.Store, device: torch.device) -> None:
+        self.schema = schema = maps.schema
+        self.device = device
+        self.kind = MAP_KINDS[schema.kind]
+        if not schema.has_maps:
+            raise UserError(
+                f"{maps.url}: holds a teacher's predictions and no attention maps: take a store of "
+                "another kind, such as one of 'gaupipe export-maps --kind topk'"
+            )
+        decoder = to_device(maps.decoder(), device)
+        try:
+            self.shared = self.kind.shared(schema, decoder)
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise UserError(
+                f"{maps.url}: its decoder is not that of a teacher of gaupipe: {one_line(error)}"
+            ) from None
+
+    def attention(self, stored: Stored) -> StoredAttention:
+        """The attention of a batch, from its arrays."""
+        return self.kind.attention(self.schema, self.shared, to_device(stored, self.device))

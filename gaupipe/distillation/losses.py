@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from gaupipe.attention.base import StudentAttention, fused_attention
 from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
 from gaupipe.attention.standard import in_steps
+from gaupipe.data.batches import Batch
 from gaupipe.data.draws import QUERIES, uniforms
 from gaupipe.data.mixing import Mix, mixed_map
 from gaupipe.maps.gaussians import Geometry, outer
@@ -189,6 +190,10 @@ class ConstantMaps(TeacherMaps):
 
     def __post_init__(self) -> None:
         self._made: dict[bool, tuple[Tensor, Tensor]] = {}
+
+    def of(self, batch: Batch) -> TeacherMaps:
+        """The maps of a batch: these, of any."""
+        return self
 
     def remade(self, layer: int, hidden: Tensor | None) -> tuple[MakeMap, Tensor | None]:
         """As the base. All blocks of a student hide the same keys."""

@@ -247,15 +247,15 @@ def teacher_agreement(
         same += (predicted == batch.stored["logits"].argmax(-1)).sum()
         if teacher_maps is None:
             continue
-        teacher = teacher_maps(batch)
+        maps_of_batch = teacher_maps.of(batch)
         for block, log_map in enumerate(log_maps):
-            if teacher.layers[block] is None:
+            if maps_of_batch.layers[block] is None:
                 continue
             log_map = patch_map(log_map, student.num_prefix_tokens)
             hidden = None
             if torch.isneginf(log_map).any():  # the attention hides some keys from a query
                 hidden = torch.isneginf(log_map)
-            kl = feature_loss(log_map, teacher.map(block), hidden=hidden).item()
+            kl = feature_loss(log_map, maps_of_batch.map(block), hidden=hidden).item()
             divergence[block] += kl * len(batch) / count
     agreement: Agreement = {"teacher_images": count}
     if StoreNotes.of(maps.schema).has_predictions:

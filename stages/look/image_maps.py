@@ -24,8 +24,8 @@ from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.job import MapReader, constant_maps
-from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.distillation.losses import TeacherMaps, without_keys
+from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.losses import ConstantMaps, without_keys
 from gaupipe.maps.stored import StoredGaussians
 from gaupipe.maps.views import without_prefix
 from gaupipe.settings import DataSettings
@@ -116,7 +116,7 @@ class StoredMaps:
     def __init__(self, maps: store.Store) -> None:
         self.store = maps
         schema = maps.schema
-        self._decode = MAP_KINDS[schema.kind].reader(maps, CPU)
+        self._reader = AttentionReader(maps, CPU)
         self.images = schema.images
         self.grid, self.layers, _ = schema.maps
         self.notes = StoreNotes.of(schema)
@@ -138,7 +138,7 @@ class StoredMaps:
         schema = self.store.schema
         entry = image * schema.views + view
         stored = self.store.read(entry, entry + 1)
-        attention = self._decode(stored)
+        attention = self._reader.attention(stored)
         seen = ImageMaps(
             grid=self.grid,
             map=lambda layer: attention.rows(layer)[0],
@@ -338,10 +338,9 @@ class StudentMaps(LiveMaps):
         learned = student.distilled and recorded_store(student.folder) is None
         self.local = not settings.phase_a.kind.stored and learned and self.store is None
 
-        self._teacher_maps: Callable[[Batch], TeacherMaps]
+        self._teacher_maps: MapReader | ConstantMaps
         if self.local:
-            maps = constant_maps(outline(settings, data), model)
-            self._teacher_maps = lambda _batch: maps
+            self._teacher_maps = constant_maps(outline(settings, data), model)
         elif self.store is not None:
             self._teacher_maps = MapReader(self.store, model, settings.phase_b, CPU)
 
@@ -401,7 +400,7 @@ class StudentMaps(LiveMaps):
         if self.store is not None:
             entry = image * self.store.schema.views + view
             batch.stored = self.store.read(entry, entry + 1)
-        stored = self._teacher_maps(batch)
+        stored = self._teacher_maps.of(batch)
 
         compared: list[Tensor | None] = []
         for layer, block in enumerate(maps):
