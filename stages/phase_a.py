@@ -70,7 +70,7 @@ def run(
             teacher.prepare(run.phase_a)
         if not finished:
             sha256 = teacher.sha256  # of the images of all ranks
-            if sha256 is not None and distributed.is_main():
+            if distributed.is_main():
                 # last: with the metrics it says that phase A has finished
                 write_whole(run.teacher_sha256, sha256 + "\n")
     if state is not None:

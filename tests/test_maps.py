@@ -7,7 +7,7 @@ import torch
 from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map
 from gaupipe.maps.views import from_top_k, move_map, pool_map, top_k, without_prefix
 from gaupipe.teachers import gaussian_vit as gaussian
-from gaupipe.teachers.readable_vit import VitMaps
+from gaupipe.teachers.base import ShownMaps
 
 GRIDS = [(4, 4), (3, 5), (1, 6), (5, 1)]
 
@@ -148,7 +148,7 @@ def test_shown_maps_are_rounded_once_whatever_is_computed_at_once(monkeypatch, a
     for attention in (
         gaussian.GaussianMaps((3, 4), gaussians.requires_grad_()),
         gaussian.GaussianMaps((3, 4), gaussians.detach() * torch.nan, axes=axes),
-        VitMaps(expected.unbind(1), (3, 4), torch.zeros(2, 2)),
+        ShownMaps(expected.unbind(1), (3, 4), torch.zeros(2, 2)),
     ):
         maps = attention.maps(dtype)
         assert maps.dtype == dtype and maps.is_contiguous()

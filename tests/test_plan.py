@@ -352,7 +352,7 @@ def test_an_export_of_large_maps_takes_fewer_images_at_once(monkeypatch, tmp_pat
     digits = load("digits_expected", [*config, "export.kind=dense"])
     of_batch = plan.plan_run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
     monkeypatch.setattr(
-        "gaupipe.teachers.vit.MOST_NUMBERS", 50 * 4 * 4 * 16**2
+        "gaupipe.teachers.base.MOST_NUMBERS", 50 * 4 * 4 * 16**2
     )  # 50 images, all blocks
     fewer = plan.plan_run(digits, tmp_path)["stages"]["export"]["memory_bytes"]
     maps = 4 * 150 * 2 * 4 * 16**2  # 150 images less, stored blocks, heads, tokens

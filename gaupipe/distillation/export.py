@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import check_export
 from gaupipe.settings import ExportSettings
-from gaupipe.teachers.base import MapsWanted, Teacher, Wanted
+from gaupipe.teachers.base import Teacher, Wanted
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from store.encoding import LARGEST_MEAN, MEAN_STEP
 
@@ -110,7 +110,7 @@ def make_schema(
         num_classes=data.num_classes,
         dataset=data.name,
         dataset_sha256=images.sha256,
-        teacher_sha256=sha256 or str(teacher.sha256),
+        teacher_sha256=sha256 or teacher.sha256,
         parametrisation=teacher.settings.phase_a.parametrisation,
         embedding_dim=teacher.embedding if kind == "embedding" else None,
         features_dim=teacher.features if export.features else None,
@@ -150,18 +150,19 @@ def outputs(
     else:
         # as the store says: in a comparison the teacher itself may have been trained without views
         loaded = batches.views(entries, notes.views.augmentation(), schema.views)
-    maps = None
+    layers: Sequence[int] = ()
     if schema.has_maps:
-        grid = None if notes.pooled_from is None else schema.maps.grid
-        maps = MapsWanted(notes.layers, grid)
+        layers = notes.layers or range(schema.maps.layers)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
         image_ids = None
         if schema.labelled:  # a teacher may know the training images
             image_ids = batch.ids // schema.views
         with torch.autocast(teacher.device.type, dtype, enabled=dtype != torch.float32):
-            made = teacher.outputs(batch, Wanted(generator, maps, image_ids))
+            made = teacher.outputs(batch, Wanted(generator, layers, image_ids))
         with torch.no_grad():
+            if notes.pooled_from is not None:
+                made.attention = made.attention.on_grid(schema.maps.grid)
             stored = torch.float32 if schema.encoding == "uint8" else torch.float16
             named = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, stored)
             if made.logits is not None:

@@ -134,10 +134,14 @@ def build_distilled(
     """The training of a ``student`` that lies on the ``device``, from a store of ``maps`` of the
     training images and, where there are such, a store of the images without labels. Raises
     UserError for a student or a loss that the maps do not fit."""
+    check_fit(student, MapShape.of_store(maps.schema), settings.phase_b, maps.url)
+    check_views(maps.schema, settings, data.image_size, maps.url)
+    remarks = remarks_on_maps(settings, maps.schema, student)
+    predicts = StoreNotes.of(maps.schema).has_predictions
+    if not predicts:
+        settings = without_predictions(settings)
     phase = settings.phase_b
     train = settings.student_training
-    check_fit(student, MapShape.of_store(maps.schema), phase, maps.url)
-    check_targets(maps.schema, settings, data.image_size, maps.url)
     if unlabelled is not None:
         check_alike(maps, unlabelled, settings)
     epochs = plan_epochs(settings, maps, unlabelled)
@@ -145,12 +149,10 @@ def build_distilled(
         raise UserError(
             f"phase_b.shuffle_maps: no image has maps of its own in {maps.url}: leave it out"
         )
-    predicts = StoreNotes.of(maps.schema).has_predictions
     teacher_maps = None
     if maps.schema.has_maps:
         teacher_maps = MapReader(maps, student, phase, device)
     losses = StudentLosses(student, settings, teacher_maps, predicts)
-    remarks = remarks_on_maps(settings, maps.schema, student)
     job = make_training(settings, data, device, student, train, losses, epochs, remarks)
     return replace(
         job,
@@ -253,10 +255,12 @@ def identity_of_maps(schema: store.Schema) -> Identity:
 def remarks_on_maps(
     settings: Settings, schema: store.Schema, student: VisionTransformer
 ) -> list[str]:
-    """Lines about what of a store's maps, and of their teacher, the student does not get."""
+    """Lines about what of a store, and of its teacher, the student does not get."""
     phase = settings.phase_b
     augment = settings.augment
     remarks = []
+    if phase.alpha and not StoreNotes.of(schema).has_predictions:
+        remarks.append("its teacher predicts nothing, so phase_b.alpha is 0")
     if schema.has_maps and len(student.blocks) != schema.layers:
         layers = layer_map(phase, len(student.blocks), schema.maps.layers)
         remarks.append(f"its blocks are compared with the stored blocks {layers}")
@@ -273,15 +277,9 @@ def remarks_on_maps(
     return remarks
 
 
-def check_targets(schema: store.Schema, settings: Settings, image_size: int, url: str) -> None:
-    """Raises UserError for a loss without stored predictions, and for views that phase B would draw
-    otherwise."""
+def check_views(schema: store.Schema, settings: Settings, image_size: int, url: str) -> None:
+    """Raises UserError for views that phase B would draw otherwise."""
     notes = StoreNotes.of(schema)
-    if settings.phase_b.alpha and not notes.has_predictions:
-        raise UserError(
-            f"{url}: the teacher of these maps predicts no classes: set phase_b.alpha=0, and "
-            "phase_b.beta to what the labels are to weigh"
-        )
     if notes.views is not None and notes.views != Drawing.of(settings, image_size):
         raise UserError(
             f"{url}: holds maps of views drawn with another augmentation, seed or image size: "

@@ -58,7 +58,7 @@ def choose_store(
     name = export.kind or default_kind(teacher, export.encoding)
     kind = store.KINDS[name]
     student = None
-    if shows_rows(teacher):
+    if teacher.shows_rows:
         student = teacher.student_shape
     if student is not None and stored is None and kind.has_maps:
         export = compared(export, teacher.settings.phase_b, teacher.shape, student)
@@ -71,12 +71,6 @@ def choose_store(
         k = min(k, tokens)
     encoding = export.encoding or kind.default_encoding
     return export.model_copy(update={"kind": name, "encoding": encoding, "k": k})
-
-
-def shows_rows(teacher: Teacher) -> bool:
-    """Whether a teacher shows the rows of its maps, and not Gaussians, which are fewer numbers and
-    move with their images."""
-    return "maps" in teacher.forms and "gaussians" not in teacher.forms
 
 
 def compared(
@@ -111,11 +105,13 @@ def check_export(export: ExportSettings, teacher: Teacher, prefix: str = "--") -
     if refusal is not None:
         raise UserError(f"{prefix}kind {name}: {refusal}")
     has_maps = store.KINDS[name].has_maps
+    if name == "predictions" and not teacher.kind.predicts:
+        raise UserError(f"{prefix}kind {name}: the teacher predicts no classes: choose another")
     if export.features and teacher.features is None:
         raise UserError(f"{prefix}features: the teacher has no pooled features: leave it out")
     if k is not None and store.KINDS[name].default_k is None:
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
-    if not (has_maps and shows_rows(teacher)) and (export.grid or export.layers):
+    if not (has_maps and teacher.shows_rows) and (export.grid or export.layers):
         raise UserError(
             "export.grid and export.layers are for the maps of a trained ViT: leave them out"
         )

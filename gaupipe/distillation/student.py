@@ -103,9 +103,10 @@ def check_student(teacher: Teacher) -> None:
     if teacher.data.unlabelled is not None:
         check_soft_loss(phase)
     teacher.check_student()
+    if not teacher.kind.predicts:
+        without_predictions(settings)
     constant = teacher.constant_maps(student)
     if constant is not None:
-        without_predictions(settings)
         check_fit(student, MapShape.of(constant), phase, settings.phase_a.teacher)
         return
     if phase.gamma and not teacher.forms:

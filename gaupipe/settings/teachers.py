@@ -22,8 +22,13 @@ class TeacherKind:
     """Whether an export writes what it shows. Phase B makes the maps of any other teacher."""
     shows_maps: bool = True
     """Whether it may show attention maps."""
+    shows_views: bool = False
+    """Whether it may show those of any view of an image. Others have those of the image alone,
+    which move."""
+    predicts: bool = True
+    """Whether it may predict the classes of the training images."""
     predicts_new_images: bool = False
-    """Whether it predicts the classes of images that it was not trained on."""
+    """Whether it may predict those of other images too."""
     learns_images: bool = False
     """Whether it may have parameters of single images."""
     mixes_images: bool = True
@@ -32,12 +37,6 @@ class TeacherKind:
     """The values of ``phase_b.warm_start`` that its weights allow, besides none."""
     teacher_args: str | None = None
     """Why it takes no ``phase_a.teacher_args``; None where it takes some."""
-
-    @property
-    def shows_views(self) -> bool:
-        """Whether it may show the maps of any view of an image, where others have those of the
-        image alone, which move."""
-        return self.shows_maps and self.predicts_new_images
 
 
 TEACHERS = {
@@ -54,6 +53,7 @@ TEACHERS = {
         implementation="vit.TrainedVit",
         words="a ViT, trained in phase A",
         trained=True,
+        shows_views=True,
         predicts_new_images=True,
         warm_starts=("teacher", "slice"),
     ),
@@ -69,6 +69,7 @@ TEACHERS = {
         words="a Gaussian round each token, the same for all images",
         trained=False,
         stored=False,
+        predicts=False,
         teacher_args="are for a network, and local is none: see phase_a.local",
     ),
 }
@@ -78,6 +79,7 @@ GIVEN = TeacherKind(
     implementation="vit.VitTeacher",
     words="a trained model",
     trained=False,
+    shows_views=True,
     predicts_new_images=True,
     warm_starts=("teacher", "slice"),
 )

@@ -6,9 +6,11 @@ Axis letters: B images, L blocks, H heads, T tokens, C classes.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -21,16 +23,23 @@ from torch import Tensor, nn
 import store
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
+from gaupipe.maps.views import pool_map
 from gaupipe.settings import ExportSettings, PhaseASettings, Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.settings.teachers import TeacherKind
 from gaupipe.system import distributed
+from gaupipe.system.device import prepare_device
 from gaupipe.system.files import write_whole
+from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.state import Identity, TrainingState
 from gaupipe.training.student import untrained_student
+
+MOST_NUMBERS = 10**8
+"""Of the maps of a batch, all blocks together; each takes 4 bytes, or 8 with what is stored of
+it."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +87,40 @@ class Attention(Protocol):
         """[B, L, H, T, T], rounded to ``dtype``."""
 
 
-@dataclass(frozen=True)
-class MapsWanted:
-    """The attention that an export wants of a teacher."""
+@dataclass(eq=False)
+class ShownMaps:
+    """An :class:`Attention` of maps that are there."""
 
-    layers: Sequence[int] | None = None
-    """Its blocks; None for all."""
-    grid: tuple[int, int] | None = None
-    """(h, w), a coarser one than the teacher's; None is the teacher's."""
+    blocks: Sequence[Tensor]
+    """For each block [B, H, T, T] float32, from patches to patches, row by row of the grid; rows
+    sum to 1. With the ``kept_prefix`` of its teacher [B, H, P + T, P + T]."""
+    grid: tuple[int, int]
+    """(h, w) in patches."""
+    dropped: Tensor | None = None
+    """[L, H]: the mean share of a patch's attention that class and register tokens had."""
+
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], rounded to ``dtype``."""
+        images, *rest = self.blocks[0].shape
+        maps = self.blocks[0].new_empty(images, len(self.blocks), *rest, dtype=dtype)
+        for layer, block in enumerate(self.blocks):
+            maps[:, layer] = block
+        return maps
+
+    def on_grid(self, grid: tuple[int, int]) -> ShownMaps:
+        """The same on a coarser ``grid`` (h, w)."""
+        blocks = [pool_map(block, self.grid, grid) for block in self.blocks]
+        return replace(self, blocks=blocks, grid=grid)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is wanted of a teacher for a batch, beside its predictions."""
+    """What is wanted of a teacher for a batch, beside its predictions and features."""
 
     generator: torch.Generator
     """For draws."""
-    maps: MapsWanted | None = None
-    """Which attention; None leaves it out."""
+    layers: Sequence[int] = ()
+    """Blocks whose attention is wanted, in this order; empty leaves attention out."""
     image_ids: Tensor | None = None
     """[B] of training images; None for a batch of others."""
 
@@ -143,7 +168,7 @@ class Teacher:
     def outline(cls, settings: Settings, data: ImageData) -> Teacher:
         """The teacher of the settings before its training. A network that phase A trains lies on
         torch's meta device."""
-        raise NotImplementedError
+        return cls(settings, data, prepare_device(settings.device, settings.threads))
 
     def begin(self, folder: Path) -> Teacher:
         """The teacher that phase A trains into a ``folder``, freshly started. Writes nothing."""
@@ -172,6 +197,8 @@ class Teacher:
     def prepare(self, folder: Path) -> None:
         """Phase A of any other teacher: leaves a ``metrics.jsonl`` of one line in the ``folder``,
         of epoch 0, and here without accuracies. Collective."""
+        following = "" if self.kind.stored else ", and phase B makes its maps"
+        LOG.info(f"phase A: {self.settings.phase_a.teacher} needs no training{following}")
         if distributed.is_main():
             folder.mkdir(exist_ok=True)
             write_whole(folder / "metrics.jsonl", json.dumps(metrics_of_no_epoch()) + "\n")
@@ -188,11 +215,9 @@ class Teacher:
         return logits
 
     def given_sha256(self) -> dict[str, str]:
-        """The digest of weights that the user gives, by a name for messages; empty for a teacher
-        that phase A makes."""
-        if self.kind.trained or self.sha256 is None:
-            return {}
-        return self.named_sha256()
+        """As :meth:`named_sha256`, of a teacher that no phase A trains: it is made anew for each
+        command, and must then be the same. Empty for a trained one."""
+        return {} if self.kind.trained else self.named_sha256()
 
     def say_before(self) -> None:
         """Says what a user should know of the teacher before it is used."""
@@ -206,17 +231,31 @@ class Teacher:
     @property
     def predicts(self) -> bool:
         """Whether it predicts the classes of the data set."""
-        return True
+        return self.kind.predicts
 
     @property
     def shape(self) -> MapShape:
-        """The shape of its maps."""
-        return MapShape.of(self.network)
+        """The shape of its maps: the student's, of a teacher without a network."""
+        shape = self.student_shape
+        assert shape is not None  # only a network sees images without a student
+        return shape
+
+    @cached_property
+    def student_shape(self) -> MapShape | None:
+        """The shape of the maps of the student that the settings describe; None for a model on
+        image files, from whose maps nobody learns."""
+        return MapShape.of(untrained_student(self.settings, self.data))
 
     @property
-    def student_shape(self) -> MapShape | None:
-        """The shape of the maps of the student that the settings describe; None for no student."""
-        return MapShape.of(untrained_student(self.settings, self.data))
+    def shows_rows(self) -> bool:
+        """Whether it shows the rows of its maps, and not Gaussians, which are fewer numbers and
+        move with their images."""
+        return "maps" in self.forms and "gaussians" not in self.forms
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose rows it computes, those that it leaves out of its maps included."""
+        return math.prod(self.shape.grid)
 
     def describe(self) -> str:
         """The teacher in words."""
@@ -252,23 +291,30 @@ class Teacher:
         """Batches of a split, as the teacher takes its images, by default of the size for
         evaluation."""
         settings = self.settings.data
-        size = batch_size or settings.eval_batch_size
+        size = self.images_at_once(batch_size or settings.eval_batch_size)
         return Batches(split, self.data, self.device, size, settings.workers, settings.num_buckets)
+
+    def images_at_once(self, batch_size: int) -> int:
+        """So many images, at most ``batch_size`` and at least 1, have no more than
+        :data:`MOST_NUMBERS` in their maps."""
+        if not self.shows_rows:
+            return batch_size
+        numbers = self.shape.layers * self.shape.heads * self.tokens**2
+        return min(batch_size, max(1, MOST_NUMBERS // numbers))
 
     def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
         """What an export stores of a batch of :meth:`batches`."""
         raise NotImplementedError
 
     @cached_property
-    def sha256(self) -> str | None:
-        """A digest of everything that a finished teacher has learned; None where that is nothing.
-        Collective."""
-        digest: str = self.network.sha256()
-        return digest
+    def sha256(self) -> str:
+        """A digest of everything that a finished teacher has learned; where that is nothing, of its
+        name. Collective."""
+        return hashlib.sha256(self.settings.phase_a.teacher.encode()).hexdigest()
 
     def named_sha256(self) -> dict[str, str]:
         """:attr:`sha256` by a name for messages. Collective."""
-        return {f"teacher {self.settings.phase_a.teacher}, sha256": str(self.sha256)}
+        return {f"teacher {self.settings.phase_a.teacher}, sha256": self.sha256}
 
     def notes(self) -> StoreNotes:
         """What a store notes of the teacher and its images."""

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,10 +49,9 @@ class FilesTeacher(VitTeacher):
     fewer_images: ClassVar[str] = "--images"
     lighter: ClassVar[str] = "take a smaller --image-size or --model"
 
-    @property
+    @cached_property
     def student_shape(self) -> None:
         """There is no student."""
-        return None
 
     def say_before(self) -> None:
         """Nothing: there is no student."""

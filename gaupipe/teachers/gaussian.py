@@ -23,7 +23,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
 from gaupipe.system.device import choose_precision, prepare_device
-from gaupipe.teachers.base import Outputs, Teacher, Wanted, ending, identity
+from gaupipe.teachers.base import MapShape, Outputs, Teacher, Wanted, ending, identity
 from gaupipe.teachers.gaussian_vit import GaussianViT
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.teachers.notes import StoreNotes
@@ -122,6 +122,10 @@ class GaussianTeacher(Teacher):
         if self.embedding is not None:
             forms.add("embeddings")
         return frozenset(forms)
+
+    @property
+    def shape(self) -> MapShape:
+        return MapShape.of(self.network)
 
     def parameters(self, image_ids: Tensor) -> Tensor | None:
         """The per-image parameters [B, ...] of training images, on the device."""

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import local_axes
 from gaupipe.maps.stored import AS_STORED, Seen, StoredGaussians, select_heads, select_queries
-from gaupipe.settings import PhaseASettings, Settings
-from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
-from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import MapShape, Teacher
 
 
@@ -54,17 +49,7 @@ class LocalMaps(StoredGaussians):
 
 @dataclass
 class LocalTeacher(Teacher):
-    """Fixed Gaussians. It has no network, predicts nothing, and no store holds its maps."""
-
-    sha256: None = None
-
-    @classmethod
-    def outline(cls, settings: Settings, data: ImageData) -> Teacher:
-        return cls(settings, data, prepare_device(settings.device, settings.threads))
-
-    @property
-    def predicts(self) -> bool:
-        return False
+    """Fixed Gaussians. It has no network, and no store holds its maps."""
 
     def constant_maps(self, student: VisionTransformer) -> LocalMaps:
         """The maps for a student, on the CPU. Raises UserError where the settings and the student
@@ -89,12 +74,10 @@ class LocalTeacher(Teacher):
         return LocalMaps(shape, stds, permutation)
 
     def describe(self) -> str:
-        return describe(self.settings.phase_a)
-
-    def prepare(self, folder: Path) -> None:
-        """As :meth:`Teacher.prepare`, and says what becomes of it."""
-        super().prepare(folder)
-        LOG.info("phase A: local needs no training, and phase B makes its maps")
+        local = self.settings.phase_a.local
+        stds = ", ".join(f"{std:g}" for std in local.std)
+        places = "at a wrong place for each query" if local.permuted else "round each token"
+        return f"Gaussians of std {stds} tokens {places}, the same for all images"
 
 
 def wrong_places(tokens: int, generator: torch.Generator) -> Tensor:
@@ -103,11 +86,3 @@ def wrong_places(tokens: int, generator: torch.Generator) -> Tensor:
     places = torch.empty_like(order)
     places[order] = order.roll(1)
     return places
-
-
-def describe(phase: PhaseASettings) -> str:
-    """The maps in words."""
-    local = phase.local
-    stds = ", ".join(f"{std:g}" for std in local.std)
-    places = "at a wrong place for each query" if local.permuted else "round each token"
-    return f"Gaussians of std {stds} tokens {places}, the same for all images"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,6 +84,11 @@ class ModelTeacher(Teacher):
         return self.network.predicts or self.probe is not None
 
     @property
+    def timm_model(self) -> Any:
+        """The model without what a PredictingModel adds, before its training and after it."""
+        return getattr(self.network, "model", self.network)
+
+    @property
     def features(self) -> int:
         return self.network.features
 
@@ -94,10 +101,6 @@ class ModelTeacher(Teacher):
         split, data = as_taken(split, self.data, self.network.takes)
         size = self.images_at_once(batch_size or settings.eval_batch_size)
         return Batches(split, data, self.device, size, settings.workers, settings.num_buckets)
-
-    def images_at_once(self, batch_size: int) -> int:
-        """The size of a batch whose outputs are not too large, at most ``batch_size``."""
-        return batch_size
 
     def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
         logits, features = self.network.predict(batch.images)
@@ -112,6 +115,10 @@ class ModelTeacher(Teacher):
         if image_ids is None:
             return self.probe.logits(features).log_softmax(-1)
         return self.probe.logits_out_of_fold(features, image_ids).log_softmax(-1)
+
+    @cached_property
+    def sha256(self) -> str:
+        return self.network.sha256()
 
     def notes(self) -> StoreNotes:
         return replace(super().notes(), probe=None if self.probe is None else self.data.sha256)

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
 from gaupipe.data.splits import ImageData
-from gaupipe.maps.views import pool_map, without_prefix
+from gaupipe.maps.views import without_prefix
 from gaupipe.system.errors import UserError, one_line
+from gaupipe.teachers.base import ShownMaps
 from gaupipe.vit.attention_maps import AttentionReader, attention_map, use_fused_attention
 from gaupipe.vit.inputs import SETTING, input_of
 
@@ -39,34 +40,6 @@ READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be rea
 
 class UnreadableAttention(UserError):
     """A model does not show the attention of every block over all patches."""
-
-
-@dataclass(eq=False)
-class VitMaps:
-    """The attention of a batch from a ViT."""
-
-    blocks: Sequence[Tensor]
-    """For each block [B, H, T, T] float32, from patches to patches; rows sum to 1. With
-    the ``kept_prefix`` of its teacher [B, H, P + T, P + T]."""
-    grid: tuple[int, int]
-    """(h, w) in patches."""
-    dropped: Tensor
-    """[L, H]: the mean share of a patch's attention that class and register tokens had."""
-
-    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[B, L, H, T, T], rounded to ``dtype``."""
-        images, *rest = self.blocks[0].shape
-        maps = self.blocks[0].new_empty(images, len(self.blocks), *rest, dtype=dtype)
-        for layer, block in enumerate(self.blocks):
-            maps[:, layer] = block
-        return maps
-
-    def on_grid(self, grid: tuple[int, int]) -> VitMaps:
-        """The same on a coarser ``grid`` (h, w)."""
-        if grid == self.grid:
-            return self
-        blocks = [pool_map(block, self.grid, grid) for block in self.blocks]
-        return replace(self, blocks=blocks, grid=grid)
 
 
 class PredictingModel(nn.Module):
@@ -191,7 +164,7 @@ class ReadableViT(PredictingModel):
     @torch.inference_mode()
     def forward_with_maps(
         self, images: Tensor, layers: Sequence[int] | None = None
-    ) -> tuple[Tensor | None, Tensor, VitMaps]:
+    ) -> tuple[Tensor | None, Tensor, ShownMaps]:
         """(log-probabilities [B, C] float32, features [B, D] float32, attention of the blocks
         ``layers``, by default of all) of images [B, channels, height, width] as the teacher
         ``takes`` them; None where it predicts no classes.
@@ -209,7 +182,7 @@ class ReadableViT(PredictingModel):
             patches, share = without_prefix(map, self.prefix - self.kept_prefix)
             blocks.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
-        return logits, pooled, VitMaps(blocks, self.grid, torch.stack(dropped))
+        return logits, pooled, ShownMaps(blocks, self.grid, torch.stack(dropped))
 
     def _features(
         self, images: Tensor, layers: Collection[int] | None = None

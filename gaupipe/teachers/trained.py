@@ -57,11 +57,6 @@ class TrainedOnLabels(ModelTeacher):
         return True
 
     @property
-    def timm_model(self) -> Any:
-        """The model without what a PredictingModel adds, before its training and after it."""
-        return getattr(self.network, "model", self.network)
-
-    @property
     def features(self) -> int:
         return int(self.timm_model.num_features)
 

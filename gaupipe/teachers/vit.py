@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,23 +19,13 @@ from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import warn_once
-from gaupipe.teachers.base import Outputs, Teacher, Wanted, outline
+from gaupipe.teachers.base import MapShape, Outputs, Teacher, Wanted, outline
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
 from gaupipe.teachers.readable_vit import ReadableViT, parts_of_teachers
 from gaupipe.teachers.trained import TrainedOnLabels
 from gaupipe.vit.build import build_vit
 from gaupipe.vit.inputs import spread_of
-
-MOST_NUMBERS = 10**8
-"""Of the maps of a batch, all blocks together; each takes 4 bytes, or 8 with what is stored of
-it."""
-
-
-def images_with_maps(most: int, layers: int, heads: int, tokens: int) -> int:
-    """So many images, at most ``most`` and at least 1, have no more than :data:`MOST_NUMBERS` in
-    their maps."""
-    return min(most, max(1, MOST_NUMBERS // (layers * heads * tokens**2)))
 
 
 @dataclass
@@ -59,18 +48,18 @@ class VitTeacher(ModelTeacher):
         teacher.load_probe(folder)
         return teacher
 
-    def images_at_once(self, batch_size: int) -> int:
-        network = self.network
-        tokens = network.prefix + math.prod(network.grid)
-        return images_with_maps(batch_size, network.layers, network.heads, tokens)
+    @property
+    def shape(self) -> MapShape:
+        return MapShape.of(self.network)
+
+    @property
+    def tokens(self) -> int:
+        return super().tokens + getattr(self.timm_model, "num_prefix_tokens", 0)
 
     def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
-        maps = wanted.maps
-        if maps is None:
+        if not wanted.layers:
             return super().outputs(batch, wanted)
-        logits, features, shown = self.network.forward_with_maps(batch.images, maps.layers)
-        if maps.grid is not None:
-            shown = shown.on_grid(maps.grid)
+        logits, features, shown = self.network.forward_with_maps(batch.images, wanted.layers)
         return Outputs(self.probed(logits, features, wanted.image_ids), shown, features)
 
     @property

@@ -87,7 +87,7 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
         controls["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
     if base.export.kind == "predictions":
         controls["predictions of other images"] = {"phase_b.shuffle_predictions": True}
-    elif base.phase_b.alpha and base.phase_a.kind.stored:
+    elif base.phase_b.alpha and base.phase_a.kind.predicts:
         labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
         controls["no soft labels"] = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     for name, changes in controls.items():
@@ -194,9 +194,9 @@ def resolve(row: Row, base: Settings) -> Settings:
     phase_a = settings.phase_a
     if phase_a.kind.learns_images and phase_a.per_image == "none":  # all images have the same maps
         settings = settings.with_section("phase_b", shuffle_maps=False)
-    if not phase_a.kind.stored:  # neither a map nor a prediction of an image, and no store
-        settings = settings.with_section(
-            "phase_b", shuffle_maps=False, alpha=0.0, alpha_epochs=None
-        )
+    if not phase_a.kind.predicts:
+        settings = settings.with_section("phase_b", alpha=0.0, alpha_epochs=None)
+    if not phase_a.kind.stored:  # no map of a single image
+        settings = settings.with_section("phase_b", shuffle_maps=False)
         return settings.model_copy(update={"export": ExportSettings()})
     return settings  # its store is chosen when its teacher is known

@@ -21,7 +21,6 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import Teacher
 from gaupipe.teachers.files import open_model
-from gaupipe.teachers.local import describe
 from gaupipe.teachers.vit import other_teacher
 from stages.export.place import Place
 from stages.export.writing import write
@@ -94,7 +93,7 @@ class ExportRequest:
 
 
 def export_run(request: ExportRequest) -> str | None:
-    """Writes a store and returns its path or URL; None for ``local``, which has none. An
+    """Writes a store and returns its path or URL; None for a teacher that needs none. An
     unfinished store of the same teacher is continued: its finished shards stay."""
     request.check()
     settings = request.settings
@@ -124,13 +123,14 @@ def export_run(request: ExportRequest) -> str | None:
 
 
 def say_nothing_to_export(settings: Settings, out: str | None) -> None:
-    """Says that ``local`` has no store. Raises UserError for a place that is to get it."""
+    """Says that the teacher needs no store. Raises UserError for a place that is to get one."""
+    teacher = settings.phase_a.teacher
     if out is not None:
         raise UserError(
-            f"--out {out}: the maps of local are stored nowhere, phase B makes them: leave it out"
+            f"--out {out}: the maps of {teacher} are stored nowhere, phase B makes them: leave it "
+            "out"
         )
-    maps = describe(settings.phase_a)
-    LOG.info(f"export: local has {maps}: phase B makes its maps, and needs no store")
+    LOG.info(f"export: {teacher} needs no store: phase B makes its maps")
 
 
 def export_model(
@@ -185,7 +185,7 @@ def ensure(
     data: ImageData | None = None,
     now: Settings | None = None,
 ) -> str:
-    """The store of a run: as it is if it is complete, else written; of ``local`` none.
+    """The store of a run: as it is if it is complete, else written; none where it needs none.
     ``export`` says what is stored; None leaves that to the settings, as for ``augment``;
     ``now`` says on which device, and whatever else may change at any time; None is as the run
     began."""

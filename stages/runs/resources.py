@@ -27,7 +27,6 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.image_state import record_words
-from gaupipe.teachers.vit import images_with_maps
 from store.layout import Layout, images_fitting
 
 PROCESS_BYTES = 11 * 10**8
@@ -188,20 +187,18 @@ def export_memory(teacher: Teacher, schema: store.Schema, shard_mb: float = SHAR
 
 def memory_of_maps(teacher: Teacher, schema: store.Schema) -> int:
     """Bytes of the maps of a batch, as a teacher shows them and, where they are stored whole, once
-    more. Gaussians are no maps; a trained ViT also has what a block makes of the batch."""
+    more. Gaussians are no maps; a network also has what a block makes of the batch."""
     batch = min(teacher.settings.data.eval_batch_size, schema.num_images)
-    own = teacher.shape
-    stored = MapShape.of_store(schema) or own  # a trained ViT shows its maps to no end
+    stored = MapShape.of_store(schema) or teacher.shape  # which may show its maps to no end
     tokens = math.prod(stored.grid) + schema.prefix_tokens
     times = int(schema.kind == "dense")
     activations = 0
-    if "gaussians" not in teacher.forms:
-        vit = getattr(teacher.network, "model", teacher.network)
-        tokens = math.prod(own.grid) + getattr(vit, "num_prefix_tokens", 0)
-        batch = images_with_maps(batch, own.layers, own.heads, tokens)
+    if teacher.shows_rows:
+        tokens = teacher.tokens
+        batch = teacher.images_at_once(batch)
         times += 1
         # of a block: what attention and FFN take and give
-        activations = 4 * batch * tokens * 12 * vit.num_features
+        activations = 4 * batch * tokens * 12 * (teacher.features or 0)
     return times * 4 * batch * stored.layers * stored.heads * tokens**2 + activations
 
 

@@ -16,7 +16,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import choose_precision, prepare_device
-from gaupipe.teachers.base import MapsWanted, Teacher, Wanted
+from gaupipe.teachers.base import Teacher, Wanted
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
 from gaupipe.vit.forward import forward_with_maps
@@ -102,8 +102,8 @@ def export_seconds(teacher: Teacher, schema: store.Schema) -> float:
     """Seconds that a teacher takes for the maps in a store of this schema."""
     data = teacher.data
     size = (data.channels, data.image_size, data.image_size)
-    maps = MapsWanted() if schema.has_maps else None
-    wanted = Wanted(torch.Generator(teacher.device), maps)
+    layers = range(schema.maps.layers) if schema.has_maps else ()
+    wanted = Wanted(torch.Generator(teacher.device), layers)
 
     def step(count: int) -> None:
         images = torch.randn(count, *size, device=teacher.device)

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import store
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.job import check_targets
+from gaupipe.distillation.job import check_views
 from gaupipe.distillation.student import check_fit
 from gaupipe.settings import Settings
 from gaupipe.system.errors import UserError
@@ -34,7 +34,7 @@ def load_teacher(
     change at any time. Raises UserError if phase A has not finished."""
     settings = settings or directory.settings()
     data = data or directory.load_data(settings)
-    if settings.phase_a.kind.stored and directory.teacher_digest() is None:
+    if directory.teacher_digest() is None:
         raise unfinished(directory)
     teacher = teacher_class(settings).finished(settings, data, directory.phase_a, with_images)
     if teacher is None:
@@ -137,7 +137,7 @@ def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
         with contextlib.suppress(store.UnfinishedStore, UserError):
             maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
             check_fit(student.model, MapShape.of_store(maps.schema), student.settings.phase_b, url)
-            check_targets(maps.schema, student.settings, data.image_size, url)
+            check_views(maps.schema, student.settings, data.image_size, url)
             return maps
     return None
 
