@@ -18,11 +18,11 @@ from gaupipe.system.device import prepare_device
 from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.base import outline
-from gaupipe.training.job import Training, build_plain, train
+from gaupipe.training.job import Training, build_plain
 from gaupipe.training.student import build_student
-from stages.runs import kept_epochs, ranks, students
+from stages.runs import students
 from stages.runs.directory import RunDirectory, store_of_unlabelled
-from stages.runs.opening import open_student, read_data, starts_afresh
+from stages.runs.opening import read_data, starts_afresh, train_in_folder
 from stages.runs.students import StudentRequest
 from stages.runs.trained import load_teacher
 
@@ -46,13 +46,7 @@ def run_request(request: StudentRequest, data: ImageData | None = None) -> list[
         job = build_training(settings, data, teacher_run, request.maps_url, afresh)
         if teacher_run is not None and afresh and settings.phase_b.warm_start != "none":
             job = warm_start(job, teacher_run)
-    ranks.check_same(job.settings, data, {"run": request.folder})
-
-    with open_student(request, job) as state:
-        train(job, state, request.folder, request.label)
-        if distributed.is_main():
-            kept_epochs.save(job, state, request.folder, request.label)
-    return state.metrics
+    return train_in_folder(request, job)
 
 
 def train_student(

@@ -8,11 +8,10 @@ from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
-from gaupipe.training.job import build_plain, train
+from gaupipe.training.job import build_plain
 from gaupipe.training.settle import settle
-from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.opening import open_student, read_data, starts_afresh
+from stages.runs.opening import read_data, starts_afresh, train_in_folder
 from stages.runs.students import StudentRequest
 
 ELSEWHERE = "another --run-dir starts afresh"
@@ -53,10 +52,4 @@ def run(
     with distributed.rank_zero_first():  # whatever can be refused is, before there are files
         data = read_data(settings, directory, data)
         job = build_plain(settings, data, starts_afresh(request))
-    ranks.check_same(job.settings, data, {"run": folder})
-
-    with open_student(request, job) as state:
-        train(job, state, folder, request.label)
-        if distributed.is_main():
-            kept_epochs.save(job, state, folder, request.label)
-    return state.metrics
+    return train_in_folder(request, job)

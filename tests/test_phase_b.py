@@ -425,7 +425,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     name = f"at_{moment}"
     command = ["phase-b", "--run-dir", run_dir, "--name", name]
     with monkeypatch.context() as patch:
-        module = {"starts": command_line, "load_data": opening}.get(moment, phase_b)
+        module = {"starts": command_line, "build_student": phase_b}.get(moment, opening)
         patch.setattr(module, moment, interrupted)
         asked = "--set", "train.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
         code, _, err = in_process(*command, *asked, cwd=tmp_path)

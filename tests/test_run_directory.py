@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,7 +152,9 @@ def test_two_first_commands_at_once(made, tmp_path, in_process):
 def test_a_new_student_has_its_settings_or_is_not_there(made, monkeypatch):
     """Also for another command that makes the same folder between look and write."""
     folder = made / "phase_b" / "new"
-    request = students.StudentRequest(RunDirectory(made).settings(), folder)
+    settings = RunDirectory(made).settings()
+    request = students.StudentRequest(settings, folder)
+    job = SimpleNamespace(settings=settings, source_of_maps=None)
 
     def write(other, *_):
         assert other != folder and not folder.exists()
@@ -159,23 +162,25 @@ def test_a_new_student_has_its_settings_or_is_not_there(made, monkeypatch):
 
     monkeypatch.setattr(opening, "write_request", write)
     with pytest.raises(KeyboardInterrupt):
-        opening.make_folder(request)
+        opening.make_folder(request, job)
     assert not list(folder.parent.glob("*new*"))
     monkeypatch.setattr(opening, "write_request", lambda *_: (folder / "full").mkdir(parents=True))
     with pytest.raises(UserError, match="new already exists"):
-        opening.make_folder(request)
+        opening.make_folder(request, job)
     assert [path.name for path in folder.parent.glob("*new*")] == ["new"]
 
 
 def test_a_new_student_follows_the_umask_and_no_link(made):
     folder = made / "phase_b" / "private"
-    request = students.StudentRequest(RunDirectory(made).settings(), folder)
+    settings = RunDirectory(made).settings()
+    request = students.StudentRequest(settings, folder)
+    job = SimpleNamespace(settings=settings, source_of_maps=None)
     before = os.umask(0o027)
     try:
-        opening.make_folder(request)
+        opening.make_folder(request, job)
     finally:
         os.umask(before)
     assert folder.stat().st_mode & 0o777 == 0o750 and (folder / "config.yaml").is_file()
     folder.with_name("link").symlink_to("nowhere")
     with pytest.raises(UserError, match="link already exists"):
-        opening.make_folder(dataclasses.replace(request, folder=folder.with_name("link")))
+        opening.make_folder(dataclasses.replace(request, folder=folder.with_name("link")), job)

@@ -1,5 +1,5 @@
-"""The opening of a training: its data is read and checked, the folder is locked, what was asked for
-is written, and the last checkpoint is loaded."""
+"""A training in its folder: the data is read and checked, the folder is locked, what was asked for
+is written, the last checkpoint is loaded, and in the end a student is saved."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from gaupipe.settings import Settings
 from gaupipe.settings.load import dump
 from gaupipe.system import distributed
 from gaupipe.system.files import partial_prefix, write_whole
+from gaupipe.system.progress import EpochMetrics
 from gaupipe.training import loggers
-from gaupipe.training.job import Training, training_state
+from gaupipe.training.job import Training, train, training_state
 from gaupipe.training.state import TrainingState
+from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory, has_checkpoint, say_if_afresh
 from stages.runs.locks import lock_of_process, locked
 from stages.runs.students import StudentRequest
@@ -58,6 +60,17 @@ def starts_afresh(request: StudentRequest) -> bool:
     return True
 
 
+def train_in_folder(request: StudentRequest, job: Training) -> list[EpochMetrics]:
+    """Trains a student in its folder and saves it there. Returns the metrics."""
+    folder = request.folder
+    ranks.check_same(job.settings, job.data, {"run": folder})
+    with open_student(request, job) as state:
+        train(job, state, folder, request.label)
+        if distributed.is_main():
+            kept_epochs.save(job, state, folder, request.label)
+    return state.metrics
+
+
 @contextlib.contextmanager
 def open_student(
     request: StudentRequest, job: Training
@@ -67,6 +80,7 @@ def open_student(
     earlier one as they were."""
     run = request.run
     folder = request.folder
+    is_new = run is not None and not request.resume
     state = training_state(job)
     with contextlib.ExitStack() as held:
         if run is not None:
@@ -75,18 +89,18 @@ def open_student(
             # students of one teacher may be trained at once
             held.enter_context(locked(run.path, "run", shared=True))
             if distributed.is_main():
-                if request.resume:
+                if is_new:  # with what was asked for, which an interruption then leaves there
+                    make_folder(request, job)
+                else:
                     say_if_afresh(folder)
-                else:  # written now, so that they are known after any interruption
-                    make_folder(request, job.source_of_maps)
         held.enter_context(locked(folder, "student"))
         state.load(folder / "checkpoint")
-        if distributed.is_main():
-            write_request(folder, job.settings, job.source_of_maps)
+        if distributed.is_main() and not is_new:
+            write_request(folder, job)
         yield state
 
 
-def make_folder(request: StudentRequest, maps: tuple[str, str] | None = None) -> None:
+def make_folder(request: StudentRequest, job: Training) -> None:
     """Makes the folder of a new student with :func:`write_request`, in one step. Raises UserError
     as :meth:`StudentRequest.check_free`."""
     folder = request.folder
@@ -94,7 +108,7 @@ def make_folder(request: StudentRequest, maps: tuple[str, str] | None = None) ->
     fresh = folder.with_name(f"{partial_prefix(folder)}{secrets.token_hex(8)}")
     fresh.mkdir(parents=True)
     try:
-        write_request(fresh, request.settings, maps)
+        write_request(fresh, job)
         fresh.rename(folder)
     except OSError:
         request.check_free()  # another command may have been quicker
@@ -103,13 +117,13 @@ def make_folder(request: StudentRequest, maps: tuple[str, str] | None = None) ->
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def write_request(folder: Path, settings: Settings, maps: tuple[str, str] | None = None) -> None:
+def write_request(folder: Path, job: Training) -> None:
     """Writes what a student's training was asked for: config.yaml, and maps.json with the url of
-    the ``maps`` and the sha256 of their teacher, "" until they are read. The path of a store beside
-    the student is relative, so that both may be moved."""
-    write_whole(folder / "config.yaml", dump(settings))
-    if maps is not None:
-        url, teacher_sha256 = maps
+    its maps and the sha256 of their teacher. The path of a store beside the student is relative, so
+    that both may be moved."""
+    write_whole(folder / "config.yaml", dump(job.settings))
+    if job.source_of_maps is not None:
+        url, teacher_sha256 = job.source_of_maps
         if "://" not in url:
             inside = Path(os.path.abspath(url)).is_relative_to(folder.absolute().parents[1])
             url = os.path.relpath(url, folder) if inside else os.path.abspath(url)
