@@ -82,7 +82,7 @@ def build_training(
     train = settings.student_training
     student = build_student(settings, data, train, from_weights=afresh).to(device)
     if not settings.phase_a.kind.stored and maps_url is None:
-        return build_without_store(outline(settings, data), student)
+        return build_without_store(outline(settings, data), student, train)
     url = maps_url or str(teacher_run.maps)
     maps = store.open(
         url,
@@ -98,7 +98,7 @@ def build_training(
             dataset_sha256=data.unlabelled_sha256,
             preload_bytes=PRELOAD_BYTES,
         )
-    return build_distilled(settings, data, device, student, maps, unlabelled)
+    return build_distilled(settings, data, device, student, train, maps, unlabelled)
 
 
 def warm_start(job: Training, directory: RunDirectory) -> Training:

@@ -96,7 +96,7 @@ def test_a_step_of_a_student(student_job, gpu):
             stored = maps.gather(np.arange(settings.data.batch_size))
         read = SimpleNamespace(view=None, prefetch=lambda _: iter([stored]))
         teacher_maps = MapReader(maps, student, settings.phase_b, CUDA)
-        losses = StudentLosses(student, settings, teacher_maps)
+        losses = StudentLosses(student, settings, job.train, teacher_maps)
     training, _ = train_and_val(job.data, settings.data, CUDA)
     batch = next(training.epoch(0, Augment(job.augment, 0), read))
     check_device(batch.images, batch.labels, *losses(batch, 0.1, 0.5).by_name().values())

@@ -148,14 +148,16 @@ def train_plainly(settings: Settings, data: ImageData, folder: Path) -> None:
 
 def train_with_local_maps(settings: Settings, data: ImageData, folder: Path) -> None:
     job = build_plain(settings, data)
-    job = build_without_store(outline(settings, data), job.student)
+    job = build_without_store(outline(settings, data), job.student, settings.student_training)
     train(job, training_state(job), folder, "")
 
 
 def train_with_stored_maps(settings: Settings, data: ImageData, folder: Path) -> None:
     job = build_plain(settings, data)
     maps = stored_maps(folder, settings.export, data, job.student)
-    job = distillation.build_distilled(settings, data, job.device, job.student, maps)
+    job = distillation.build_distilled(
+        settings, data, job.device, job.student, settings.student_training, maps
+    )
     train(job, training_state(job), folder, "")
 
 

@@ -247,7 +247,7 @@ def test_all_images_have_predictions_and_some_have_labels(finished, temperature)
     data, _, stores = opened(finished / "run")
     job = phase_b.build_training(settings, data, directory)
     assert len(job.images) == len(data.train) + WITHOUT
-    losses = StudentLosses(job.student.eval(), settings, None)
+    losses = StudentLosses(job.student.eval(), settings, job.train, None)
     ids = np.array([3, len(data.train) + 2, 0, 7, len(data.train)])
     [batch] = Batches(job.images, data, CPU, 5).in_order(ids)
     stored = np.concatenate([logits_of(maps) for maps in stores])[ids]

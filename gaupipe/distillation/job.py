@@ -31,7 +31,7 @@ from gaupipe.distillation.student import (
     layer_map,
     without_predictions,
 )
-from gaupipe.settings import PhaseBSettings, Settings
+from gaupipe.settings import PhaseBSettings, Settings, TrainSettings
 from gaupipe.settings.teachers import teacher_kind
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import MapShape, Teacher
@@ -57,11 +57,12 @@ class StudentLosses(LabelLosses):
         self,
         student: VisionTransformer,
         settings: Settings,
+        train: TrainSettings,
         teacher_maps: MapReader | ConstantMaps | None,
         teacher_predicts: bool = True,
     ) -> None:
         compile = settings.compile
-        super().__init__(student, settings.student_training, compile)
+        super().__init__(student, train, compile)
         self.phase = phase = settings.phase_b
         self.teacher_maps = teacher_maps
         self.teacher_predicts = teacher_predicts
@@ -87,7 +88,8 @@ class StudentLosses(LabelLosses):
             logits = self.forward_student(batch.images)  # [B, C]
         logits = logits.float()
         losses = self.label_losses(logits, batch)
-        loss = (self.phase.beta + self.phase.alpha - alpha) * losses.loss_hard
+        label_weight = self.phase.beta + self.phase.alpha - alpha
+        loss = label_weight * losses.loss_hard
         if batch.stored is not None and self.teacher_predicts:
             teacher_logits = torch.from_numpy(batch.stored["logits"]).to(logits.device).float()
             temperature = self.phase.soft_temperature
@@ -128,12 +130,13 @@ def build_distilled(
     data: ImageData,
     device: torch.device,
     student: VisionTransformer,
+    train: TrainSettings,
     maps: store.Store,
     unlabelled: store.Store | None = None,
 ) -> Training:
-    """The training of a ``student`` that lies on the ``device``, from a store of ``maps`` of the
-    training images and, where there are such, a store of the images without labels. Raises
-    UserError for a student or a loss that the maps do not fit."""
+    """The training, as ``train`` says, of a ``student`` that lies on the ``device``, from a store
+    of ``maps`` of the training images and, where there are such, a store of the images without
+    labels. Raises UserError for a student or a loss that the maps do not fit."""
     check_fit(student, MapShape.of_store(maps.schema), settings.phase_b, maps.url)
     check_views(maps.schema, settings, data.image_size, maps.url)
     remarks = remarks_on_maps(settings, maps.schema, student)
@@ -141,10 +144,9 @@ def build_distilled(
     if not predicts:
         settings = without_predictions(settings)
     phase = settings.phase_b
-    train = settings.student_training
     if unlabelled is not None:
         check_alike(maps, unlabelled, settings)
-    epochs = plan_epochs(settings, maps, unlabelled)
+    epochs = plan_epochs(settings, train.epochs, maps, unlabelled)
     if phase.shuffle_maps and not maps.schema.store_kind.arrays(maps.schema):
         raise UserError(
             f"phase_b.shuffle_maps: no image has maps of its own in {maps.url}: leave it out"
@@ -152,24 +154,24 @@ def build_distilled(
     teacher_maps = None
     if maps.schema.has_maps:
         teacher_maps = MapReader(maps, student, phase, device)
-    losses = StudentLosses(student, settings, teacher_maps, predicts)
+    losses = StudentLosses(student, settings, train, teacher_maps, predicts)
     job = make_training(settings, data, device, student, train, losses, epochs, remarks)
-    return replace(
-        job,
-        unlabelled=unlabelled is not None,
-        identity=job.identity | identity_of_maps(maps.schema),
-        source_of_maps=(maps.url, maps.schema.teacher_sha256),
-    )
+    job.unlabelled = unlabelled is not None
+    job.identity |= identity_of_maps(maps.schema)
+    job.source_of_maps = (maps.url, maps.schema.teacher_sha256)
+    return job
 
 
-def build_without_store(teacher: Teacher, student: VisionTransformer) -> Training:
-    """The training of a ``student``, that lies on the teacher's device, from the maps that all
-    images share. Raises UserError for a student or a loss that the maps do not fit."""
+def build_without_store(
+    teacher: Teacher, student: VisionTransformer, train: TrainSettings
+) -> Training:
+    """The training, as ``train`` says, of a ``student`` that lies on the teacher's device, from the
+    maps that all images share. Raises UserError for a student or a loss that the maps do not
+    fit."""
     settings = without_predictions(teacher.settings)
-    train = settings.student_training
     maps = constant_maps(teacher, student)
     epochs = [EpochPlan(gamma) for gamma in settings.phase_b.gammas(train.epochs)]
-    losses = StudentLosses(student, settings, maps)
+    losses = StudentLosses(student, settings, train, maps)
     name = settings.phase_a.teacher
     remarks = [f"{name} has {teacher.describe()}; it predicts nothing, so phase_b.alpha is 0"]
     data = teacher.data
@@ -211,19 +213,18 @@ def check_alike(maps: store.Store, unlabelled: store.Store, settings: Settings) 
 
 
 def plan_epochs(
-    settings: Settings, maps: store.Store, unlabelled: store.Store | None = None
+    settings: Settings, count: int, maps: store.Store, unlabelled: store.Store | None = None
 ) -> list[EpochPlan]:
-    """For each epoch the weights of L_feat and L_soft, and what is read of a store of ``maps`` and
-    of the images ``unlabelled``."""
+    """For each of ``count`` epochs the weights of L_feat and L_soft, and what is read of a store of
+    ``maps`` and of the images ``unlabelled``."""
     phase = settings.phase_b
-    train = settings.student_training
     views = maps.schema.views
     stores = [StoredImages(maps, phase, settings.seed)]
     if unlabelled is not None:
         stores.append(StoredImages(unlabelled, phase, settings.seed))
     epochs = []
-    for epoch, gamma in enumerate(phase.gammas(train.epochs)):
-        alpha = phase.alpha if epoch < (phase.alpha_epochs or train.epochs) else 0.0
+    for epoch, gamma in enumerate(phase.gammas(count)):
+        alpha = phase.alpha if epoch < (phase.alpha_epochs or count) else 0.0
         # once a store of views has nothing to say, there is no need to see its views again
         if views > 1 and not gamma and not alpha:
             epochs.append(EpochPlan())
