@@ -125,13 +125,12 @@ def train(
     chosen, folder = read_settings(
         config, asked, as_path(run_dir), as_path(data), student, plain=True
     )
-    attention = student or chosen.model.attention
     directory = RunDirectory(folder)
     directory.check_place()
-    trained = directory.student(attention, distilled=False)
-    with starts("training", chosen, trained, attention):
+    trained = directory.student(chosen.model.attention, distilled=False)
+    with starts("training", chosen, trained):
         from stages import train as stage
-    return Trained(trained, stage.run(chosen, folder, attention, resume=resume), chosen)
+    return Trained(trained, stage.run(chosen, folder, resume=resume), chosen)
 
 
 def run(
@@ -156,11 +155,11 @@ def run(
     chosen, folder = read_settings(config, asked, as_path(run_dir), as_path(data), student, teacher)
     directory = RunDirectory(folder)
     directory.check_place()
-    with starts("all stages", chosen, folder, student):
+    with starts("all stages", chosen, folder):
         from stages import run as stage
         from stages.open_run import Run
-    lines = stage.run_all(chosen, folder, student, baseline=baseline)
-    attention = student or chosen.model.attention
+    lines = stage.run_all(chosen, folder, baseline=baseline)
+    attention = chosen.model.attention
     opened = Run(folder)
 
     def trained(distilled: bool) -> Trained:

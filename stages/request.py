@@ -167,15 +167,14 @@ def read_settings(
     """The settings of a configuration, or those chosen for a folder of images, which are then
     said, with ``plain`` without those of a teacher; and the folder of the run. ``paper`` chooses
     the GauTransformer paper's teacher where nothing speaks for another one, in place of the one
-    that evidence speaks for. ``student`` is the
-    attention that is to be trained, None that of the settings. With a trained ``teacher`` what a
-    configuration leaves open follows from it. A run that has begun has its own, unless the
-    command names a configuration."""
+    that evidence speaks for. ``student`` is the attention that is to be trained, if another one
+    than that of the settings. With a trained ``teacher`` what a configuration leaves open follows
+    from it. A run that has begun has its own, unless the command names a configuration."""
     changes = read_overrides(overrides or ())
+    if student is not None:
+        changes["model.attention"] = student
     settings: Any = None
     if data is None:
-        if student is not None:
-            changes["model.attention"] = student
         if config is None and run_dir is not None:
             begun = RunDirectory(run_dir).config
             if begun.is_file():  # a run that goes on has its own settings, wherever it lies
@@ -209,7 +208,7 @@ def read_settings(
             paper = paper and takes_the_papers(data, changes)
             if paper:
                 folder = run_dir or folder_for(data, changes, "gaussian")
-            settings, lines = settings_for(data, changes, folder, student, plain=plain, paper=paper)
+            settings, lines = settings_for(data, changes, folder, plain=plain, paper=paper)
         say_choices(lines)
     return distributed.from_main((settings, folder))
 

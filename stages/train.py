@@ -20,7 +20,6 @@ ELSEWHERE = "another --run-dir starts afresh"
 def run(
     settings: Settings,
     run_dir: Path,
-    attention: str | None = None,
     *,
     resume: bool = False,
     data: ImageData | None = None,
@@ -28,15 +27,14 @@ def run(
     """Trains a ViT into ``run_dir``/plain/ATTENTION and returns its metrics.
 
     The training is the baseline's of the other stages: the same loop, and with the same settings
-    the same numbers. Several attentions may be trained in one run, at the same time too.
-    ``attention`` None is the settings' ``model.attention``; ``resume`` continues from the last
-    checkpoint; ``data`` is the data set of the settings, where it has been read already.
+    the same numbers. Several attentions may be trained in one run, at the same time too. ``resume``
+    continues from the last checkpoint; ``data`` is the data set of the settings, where it has been
+    read already.
 
     Raises UserError before anything is written.
     """
     directory = RunDirectory(run_dir)
     before = directory.begun()
-    settings = settings.with_section("model", attention=attention or settings.model.attention)
     settings = settle(settings, before)
     asked = settings
     if before is not None:  # another epoch to keep does not make another run

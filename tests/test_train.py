@@ -16,6 +16,7 @@ from gaupipe.system.errors import UserError
 from pictures import photos
 from runs import metrics
 from stages import compare, phase_a, run, train
+from stages.request import read_settings
 from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 from worlds import command, in_world
@@ -29,7 +30,7 @@ def trained(tmp_path_factory) -> Path:
     """A run with two students."""
     folder = tmp_path_factory.mktemp("train") / "run"
     for attention in ("standard", "belief2"):
-        train.run(load("digits", TINY), folder, attention)
+        train.run(load("digits", [*TINY, f"model.attention={attention}"]), folder)
     return folder
 
 
@@ -142,11 +143,21 @@ def test_keywords_of_the_model_join_the_chosen_ones_on_resume_too(tmp_path):
     assert again.model.args == first.model.args
 
 
+def test_a_later_student_on_the_images_of_a_run_has_its_own_attention(tmp_path):
+    images = photos(tmp_path / "photos")
+    run = tmp_path / "run"
+    run.mkdir()
+    for student in ("xsa", "Belief2"):  # in any case
+        settings, _ = read_settings(None, None, run, images, student, plain=True)
+        assert settings.model.attention == student.lower()
+        (run / "config.yaml").write_text(dump(settings))
+
+
 def test_a_finished_student_is_not_trained_again(trained):
     settings = load("digits", TINY)
     path = trained / "plain" / "standard" / "checkpoint" / "state.pt"
     before = path.stat().st_mtime_ns
-    rows = train.run(settings, trained, "standard", resume=True)
+    rows = train.run(settings, trained, resume=True)
     assert len(rows) == 3 and path.stat().st_mtime_ns == before
     with pytest.raises(UserError, match="is an attention|was started with"):
         train.run(load("digits", [*TINY, "train.epochs=4"]), trained, resume=True)

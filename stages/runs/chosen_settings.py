@@ -25,7 +25,6 @@ def settings_for(
     folder: Path,
     overrides: Overrides,
     run_dir: Path,
-    student: str | None = None,
     *,
     plain: bool = False,
     paper: bool = False,
@@ -33,11 +32,10 @@ def settings_for(
     """The settings for the images in ``folder``, and lines that say what was chosen and why: all of
     it, or, ``plain``, for a training without a teacher.
 
-    ``overrides`` are the user's, which win, and ``student`` the attention that is to
-    be trained where the run begins. ``paper`` is as in :func:`~stages.runs.choices.choose`. Raises
-    UserError for a folder that cannot be meant, for unusable overrides and for a ``run_dir`` with a
-    run on other images. Where the folder of a run has gone, ``folder`` may be where it was moved
-    to: the digests in the run's split.json tell.
+    ``overrides`` are the user's, which win. ``paper`` is as in :func:`~stages.runs.choices.choose`.
+    Raises UserError for a folder that cannot be meant, for unusable overrides and for a ``run_dir``
+    with a run on other images. Where the folder of a run has gone, ``folder`` may be where it was
+    moved to: the digests in the run's split.json tell.
     """
     place = place_of(str(folder))
     run = RunDirectory(run_dir)
@@ -45,8 +43,6 @@ def settings_for(
         line = f"{run_dir}: goes on with the settings with which it began"
         return _run_settings(run, place, overrides), [line]
     changes = read_overrides(overrides)
-    if student is not None:
-        changes["model.attention"] = student
     valid = with_overrides({"phase_a": {"teacher": "local"}}, changes)
     phase = parse(valid, "--set").phase_a  # before anything is chosen by it
     given = with_overrides({}, changes)
