@@ -3,7 +3,6 @@ attention maps."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,8 @@ def run(
 
 
 def run_request(request: StudentRequest, data: ImageData | None = None) -> list[EpochMetrics]:
-    """As :func:`run`."""
+    """Trains the student of a request and returns its metrics. Raises UserError before anything is
+    written."""
     settings = request.settings
     teacher_run = request.teacher_run
     with distributed.rank_zero_first():  # whatever can be refused is, before there are files
@@ -45,7 +45,7 @@ def run_request(request: StudentRequest, data: ImageData | None = None) -> list[
         afresh = starts_afresh(request)
         job = build_training(settings, data, teacher_run, request.maps_url, afresh)
         if teacher_run is not None and afresh and settings.phase_b.warm_start != "none":
-            job = warm_start(job, teacher_run)
+            warm_start(job, teacher_run)
     return train_in_folder(request, job)
 
 
@@ -101,14 +101,14 @@ def build_training(
     return build_distilled(settings, data, device, student, train, maps, unlabelled)
 
 
-def warm_start(job: Training, directory: RunDirectory) -> Training:
-    """A training whose student begins with weights of the run's teacher."""
+def warm_start(job: Training, teacher_run: RunDirectory) -> None:
+    """Has the student of a training begin with weights of the run's teacher."""
     how = job.settings.phase_b.warm_start
-    settings = with_anytime(directory.settings(), job.settings)
-    teacher = load_teacher(directory, job.data, with_images=False, settings=settings)
+    settings = with_anytime(teacher_run.settings(), job.settings)
+    teacher = load_teacher(teacher_run, job.data, with_images=False, settings=settings)
     spread = None
     if how == "slice":
         spread = teacher.spread()
     shape = teacher.shape
     start_from_teacher(job.student, how, teacher.weights(), shape.heads, shape.grid, spread)
-    return replace(job, remarks=[*job.remarks, *teacher.remarks()])
+    job.remarks = [*job.remarks, *teacher.remarks()]

@@ -77,15 +77,15 @@ class TrainedOnLabels(ModelTeacher):
         # no label smoothing: maps of a teacher with smoothed labels teach less
         how = TrainSettings(epochs=phase.most_epochs, optim=phase.optim)
         return Training(
-            settings,
-            self.images_for_training,
-            self.device,
-            self.network,
-            how,
-            settings.phase_a_augment,
-            LabelLosses(self.network, how, settings.compile),
-            [EpochPlan()] * phase.most_epochs,
-            self.identity(),
+            settings=settings,
+            data=self.images_for_training,
+            device=self.device,
+            student=self.network,
+            train=how,
+            augment=settings.phase_a_augment,
+            losses=LabelLosses(self.network, how, settings.compile),
+            epochs=[EpochPlan()] * phase.most_epochs,
+            identity=self.identity(),
             stop_accuracy=phase.stop_accuracy,
         )
 

@@ -272,9 +272,17 @@ def make_training(
     identity: Identity = flatten(settings.model_copy(update=changes), Scope.ANYTIME)
     identity["the data set"] = data.sha256
     identity |= weights_sha256(settings.model.name)
-    augment = settings.augment
     return Training(
-        settings, data, device, student, train, augment, losses, epochs, identity, remarks=notes
+        settings=settings,
+        data=data,
+        device=device,
+        student=student,
+        train=train,
+        augment=settings.augment,
+        losses=losses,
+        epochs=epochs,
+        identity=identity,
+        remarks=notes,
     )
 
 

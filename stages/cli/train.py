@@ -42,6 +42,7 @@ from stages.request import (
     with_options,
     with_unlabelled,
 )
+from stages.runs import students
 from stages.runs.directory import RunDirectory
 
 
@@ -243,8 +244,6 @@ def phase_b(
     """
     changes = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     run_dir = name_run(run_dir)
-    from stages.runs import students
-
     if maps and distill:
         check_store(maps)
     request = students.resolve(

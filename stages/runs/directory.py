@@ -198,6 +198,7 @@ class RunDirectory:
         """Makes the folder and writes the resolved settings, in one step, and which images are in
         each split. Raises UserError as :meth:`check` and :meth:`check_free`, and for other images
         than those that the run began with."""
+        # again, now that the run is locked: another process may have begun it meanwhile
         before = self.begun()
         self.check(settings, before)
         self.check_free(resume)
@@ -218,16 +219,16 @@ class RunDirectory:
         different starts."""
         from gaupipe.vit.fine_tuning import weights_sha256  # with timm
 
-        for sha256 in weights_sha256(settings.model.name).values():
-            if self.weights_sha256.is_file():
-                before = self.weights_sha256.read_bytes().decode(errors="replace").strip()
-                if sha256 != before:
-                    raise UserError(
-                        f"{self.weights_sha256}: the weights in {settings.model.name} were others "
-                        "when the run began: put them back, or start another run with --run-dir"
-                    )
+        sha256 = next(iter(weights_sha256(settings.model.name).values()), None)
+        if sha256 is None or not self.weights_sha256.is_file():
             return sha256
-        return None
+        before = self.weights_sha256.read_bytes().decode(errors="replace").strip()
+        if sha256 != before:
+            raise UserError(
+                f"{self.weights_sha256}: the weights in {settings.model.name} were others "
+                "when the run began: put them back, or start another run with --run-dir"
+            )
+        return sha256
 
     def follow(self, settings: Settings, before: Settings) -> None:
         """Writes down where the images of the settings are, if a folder that the run knew

@@ -105,7 +105,9 @@ def resolve(
     if has_begun:
         before = run.student_settings(named, distilled)
     settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
-    for key in changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
+    of_the_run = changed(before, settings, Scope.STUDENT, Scope.ANYTIME)
+    if of_the_run:
+        key = of_the_run[0]
         raise UserError(
             f"--set {key}: belongs to the run, not to one student: start another run "
             f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
@@ -127,8 +129,14 @@ def resolve(
         maps_url = recorded[0]
     if maps_url == str(run.maps):
         maps_url = None
-    teacher_run = run if distilled else None
-    request = StudentRequest(settings, folder, run, teacher_run, maps_url, resume)
+    request = StudentRequest(
+        settings,
+        folder,
+        run=run,
+        teacher_run=run if distilled else None,
+        maps_url=maps_url,
+        resume=resume,
+    )
     if not resume:
         request.check_free()
     return request
