@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -196,6 +197,7 @@ ABSENT = {
     "run --teacher local-dir:absent": "there is no folder absent",
     "train --model local-dir:absent": "there is no folder absent",
     "phase-b --run-dir RUN --name x --maps absent.zarr": "absent.zarr: no attention-map store",
+    "phase-b --run-dir begun": "begun/maps.zarr: no attention-map store",
     "phase-b --run-dir absent": "absent is not a run directory",
     "export-maps --run-dir absent": "absent is not a run directory",
     "export-maps --model vit_tiny_patch16_224 --images absent --out m": "absent: no such file",
@@ -221,12 +223,15 @@ ABSENT = {
 def test_a_path_that_is_not_there_is_refused_before_torch_is_imported(small_run, tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").touch()
+    (tmp_path / "begun").mkdir()
+    shutil.copy(small_run / "config.yaml", tmp_path / "begun")
     commands = [command.replace("RUN", str(small_run)) for command in ABSENT]
     ends, said = ends_without_torch(commands, tmp_path)
     assert ends == ["2"] * len(ABSENT), said
     for line, message in zip(said, ABSENT.values(), strict=True):
         assert line.startswith("gaupipe: ") and message in line
-    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "photos"]
+    assert [path.name for path in (tmp_path / "begun").iterdir()] == ["config.yaml"]
     assert not (small_run / "phase_b" / "x").exists()
 
 

@@ -3,6 +3,7 @@ and exports to ONNX."""
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -447,11 +448,15 @@ def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):
 
 
 def test_maps_of_another_teacher_are_refused(run_dir, tmp_path):
+    """In the run's own place, however it is named."""
     other = make(tmp_path / "other", "seed=7")
     write_store(other, out=str(run_dir / "maps.zarr"), overwrite=True)
+    (tmp_path / "link").symlink_to(run_dir)
+    named = str(run_dir / "maps.zarr")
     try:
-        with pytest.raises(ValueError, match="teacher"):
-            phase_b.run(run_dir, "belief_star", resume=True)
+        for url in (None, named, os.path.relpath(named), f"{tmp_path}/link/maps.zarr/"):
+            with pytest.raises(ValueError, match="teacher"):
+                phase_b.run(run_dir, "belief_star", resume=True, maps_url=url)
     finally:
         write_store(run_dir, overwrite=True)
 

@@ -244,8 +244,6 @@ def phase_b(
     """
     changes = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     run_dir = name_run(run_dir)
-    if maps and distill:
-        check_store(maps)
     request = students.resolve(
         run_dir,
         student,
@@ -255,6 +253,8 @@ def phase_b(
         resume=resume,
         distilled=distill,
     )
+    if request.store_url is not None:
+        check_store(request.store_url)
     with starts("phase B", request.settings, request.folder):
         from stages import phase_b as stage
 

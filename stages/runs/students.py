@@ -54,6 +54,15 @@ class StudentRequest:
             return f"{self.folder.name} (plain)"
         return self.folder.name
 
+    @property
+    def store_url(self) -> str | None:
+        """The store that it learns from; None for the baseline, and for a teacher without one."""
+        if self.teacher_run is None:
+            return None
+        if self.maps_url is None and self.settings.phase_a.kind.stored:
+            return str(self.teacher_run.maps)
+        return self.maps_url
+
     def check_free(self) -> None:
         """Raises UserError, ending in what to do ``instead``, where the folder is taken."""
         if os.path.lexists(self.folder):
@@ -127,8 +136,8 @@ def resolve(
         recorded = recorded_store(folder)
     if maps_url is None and recorded is not None:
         maps_url = recorded[0]
-    if maps_url == str(run.maps):
-        maps_url = None
+    if maps_url is not None and is_place(maps_url, run.maps):
+        maps_url = None  # its teacher must be the run's, however the path is written
     request = StudentRequest(
         settings,
         folder,
@@ -140,6 +149,11 @@ def resolve(
     if not resume:
         request.check_free()
     return request
+
+
+def is_place(url: str, place: Path) -> bool:
+    """True for a path that names a place; a URL is taken for another one."""
+    return "://" not in url and os.path.realpath(url) == os.path.realpath(place)
 
 
 def recorded_store(folder: Path) -> tuple[str, str] | None:
