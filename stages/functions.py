@@ -18,7 +18,7 @@ from gaupipe.system.progress import EpochMetrics
 from stages.begin import begins, starts
 from stages.request import (
     check_with_images,
-    name_run,
+    find_run,
     read_settings,
     refuse_with_model,
     with_model,
@@ -196,7 +196,7 @@ def export(
     asked = {"kind": kind, "encoding": encoding, "k": k}
     check_with_images(model, files, image_size)
     if model is None:
-        run = RunDirectory(name_run(as_path(run_dir)))
+        run = RunDirectory(find_run(as_path(run_dir)))
         settings = run.settings()
         if out:
             check_model(teacher)

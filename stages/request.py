@@ -17,22 +17,13 @@ from gaupipe.system.messages import LOG
 from stages.begin import begins, say
 from stages.runs.directory import RunDirectory, folder_for, last_used
 
-ANOTHER = "--run-dir names another"
 
-
-def name_run(run_dir: Path | None, how: str = ANOTHER) -> Path:
-    """The folder of the run that a command continues: the one named, else the one used last,
-    which is then said, with how to name another."""
+def find_run(run_dir: Path | None, how: str = "--run-dir names another") -> Path:
+    """The folder of the run that a command continues: the one named, else the one used last, which
+    is then said, with how to name another. Raises UserError for a folder that is no run."""
     if run_dir is None:
         run_dir = last_used().path
         say(f"{run_dir} (the run used last; {how})")
-    return run_dir
-
-
-def find_run(run_dir: Path | None, how: str = ANOTHER) -> Path:
-    """As :func:`name_run`, for a command that does not read the settings before it imports torch.
-    Raises UserError for a folder that is no run."""
-    run_dir = name_run(run_dir, how)
     RunDirectory(run_dir).settings()
     return run_dir
 

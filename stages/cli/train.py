@@ -36,7 +36,7 @@ from stages.cli.options import (
 )
 from stages.cli.output import print_rich
 from stages.request import (
-    name_run,
+    find_run,
     read_settings,
     with_model,
     with_options,
@@ -243,7 +243,7 @@ def phase_b(
     Example: `gaupipe phase-b --student belief2 --epochs 40`
     """
     changes = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
-    run_dir = name_run(run_dir)
+    run_dir = find_run(run_dir)
     request = students.resolve(
         run_dir,
         student,

@@ -45,8 +45,9 @@ def read_data(
         images.check_split(run.split)
     loggers.check(settings.log.to)
     sizes = settings.data
-    for split in (images.train, images.with_unlabelled()):  # a training sees one or the other
-        check_buckets(len(split), sizes.num_buckets, sizes.batch_size)
+    # a training sees one or the other
+    for count in {len(images.train), len(images.with_unlabelled())}:
+        check_buckets(count, sizes.num_buckets, sizes.batch_size)
     return images
 
 
