@@ -747,8 +747,10 @@ def test_a_file_that_was_changed_makes_other_trainings(tmp_path, monkeypatch):
         read = reader(download=False, unlabelled=False)
         trainings = plan(rows, base, [0], tmp_path / "c", read, imports=[own])
         [_, [distilled], [mine]] = trainings
-        assert mine.teacher.path == distilled.teacher.path  # an attention has no teacher of its own
-        return [one.folder for [one] in trainings], distilled.teacher.path
+        assert (
+            mine.teacher_run.path == distilled.teacher_run.path
+        )  # an attention has no teacher of its own
+        return [one.folder for [one] in trainings], distilled.teacher_run.path
 
     before, teacher = folders()
     own.write_text("second")

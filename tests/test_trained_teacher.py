@@ -466,7 +466,7 @@ def test_costs_are_of_images_that_have_not_moved_from_stored_views(run, monkeypa
     training: Any = SimpleNamespace(
         settings=RunDirectory(run).settings(),
         row=Row(name="distilled"),
-        teacher=RunDirectory(run),
+        teacher_run=RunDirectory(run),
         maps_url=str(run / "maps.zarr"),
     )
     epoch: Any = {"epoch": 1, "seconds": 1.0, "processor_seconds": 1.0}

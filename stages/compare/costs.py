@@ -65,7 +65,7 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
     settings = training.settings.model_copy(update={"compile": False})
     teacher_run = None
     if not training.row.plain:
-        teacher_run = training.teacher
+        teacher_run = training.teacher_run
     data = load_data(settings.data, unlabelled=teacher_run is not None)
     job = phase_b.build_training(settings, data, teacher_run, training.maps_url)
     buckets = settings.data.num_buckets
@@ -100,7 +100,7 @@ def phase_a_costs(
     settings = as_teacher(training.settings)
     if not settings.phase_a.kind.stored:
         return {"multiply_adds": 0, "processor_seconds": 0.0}
-    teacher = load_teacher(training.teacher, data)
+    teacher = load_teacher(training.teacher_run, data)
     schema = store.open(str(training.maps)).schema
     exported = outputs(teacher, schema, teacher.batches(data.train), np.arange(1))
     forward = multiply_adds(lambda: next(exported))

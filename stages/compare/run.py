@@ -180,7 +180,7 @@ def seconds_left(
             both = len(data.with_unlabelled())
             gammas = settings.phase_b.gammas(train.epochs)
             each = student_seconds(settings, data, train, both, gammas)
-            teachers = {training.teacher.path for training in left if not training.exported}
+            teachers = {training.teacher_run.path for training in left if not training.exported}
         seconds += len(left) * each
         if teachers - taught:
             teacher = outline(as_teacher(settings), data)

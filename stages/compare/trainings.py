@@ -104,7 +104,7 @@ class RowTraining:
     """Those of imports, where the student's attention is of one."""
 
     @property
-    def teacher(self) -> RunDirectory:
+    def teacher_run(self) -> RunDirectory:
         name = digest(as_teacher(self.settings), *self.data_sha256, dict(self.sources))
         return RunDirectory(self.root / "teachers" / name)
 
@@ -115,7 +115,7 @@ class RowTraining:
         held: list[Any] = [export.model_dump()]
         if export.views is not None:  # other students draw other views
             held.append(asdict(Drawing.of(self.settings, self.image_size)))
-        return self.teacher.path / f"{export.kind}-{_sha256(held)}.zarr"
+        return self.teacher_run.path / f"{export.kind}-{_sha256(held)}.zarr"
 
     @property
     def exported(self) -> bool:

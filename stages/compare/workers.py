@@ -120,7 +120,7 @@ def _by_teacher(trainings: list[RowTraining]) -> list[list[RowTraining]]:
     groups: dict[Path, list[RowTraining]] = {}
     for training in trainings:
         if not training.row.plain:
-            groups.setdefault(training.teacher.path, []).append(training)
+            groups.setdefault(training.teacher_run.path, []).append(training)
     return list(groups.values())
 
 
@@ -149,11 +149,11 @@ def _teach(group: list[RowTraining]) -> str:
     if not stores:
         return ""
     settings = as_teacher(group[0].settings)
-    teacher = group[0].teacher
-    with _logged(teacher.path.with_suffix(".log")):
+    run = group[0].teacher_run
+    with _logged(run.path.with_suffix(".log")):
         data = load_data(settings.data, unlabelled=True)
-        resume = teacher.phase_a.exists()
-        metrics = phase_a.run(settings, teacher.path, resume=resume, data=data, students=False)
+        resume = run.phase_a.exists()
+        metrics = phase_a.run(settings, run.path, resume=resume, data=data, students=False)
         for training in stores.values():
             _export(training, data, metrics)
     line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
@@ -170,7 +170,7 @@ def _export(training: RowTraining, data: ImageData, metrics: list[EpochMetrics])
     out = str(training.maps)
     augment = settings.augment
     export.ensure(
-        training.teacher.path, out=out, export=settings.export, augment=augment, data=data
+        training.teacher_run.path, out=out, export=settings.export, augment=augment, data=data
     )
     spent = costs.phase_a_costs(training, data, metrics, time.process_time() - began)
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
@@ -187,7 +187,7 @@ def _train(group: list[RowTraining]) -> str:
     test: Mapping[str, Any] = {}
     with _logged(folder / "log.txt"):
         if not training.row.plain:
-            teacher_run = training.teacher
+            teacher_run = training.teacher_run
             phase_a_epochs = epochs_in(read_metrics(teacher_run.phase_a / "metrics.jsonl"))
         if training.needs_phase_a:
             written = json.loads(training.phase_a_costs.read_text())
