@@ -85,7 +85,7 @@ class Run:
     @cached_property
     def store(self) -> store.Store:
         """The store of the teacher's maps. Raises StoreError where there is none, and UserError for
-        ``local``, which has none."""
+        a teacher that needs none."""
         url = str(self.directory.stored())
         teacher_sha256 = self.directory.teacher_digest()
         return store.open(url, dataset_sha256=self.data.sha256, teacher_sha256=teacher_sha256)
@@ -110,7 +110,7 @@ class Run:
         self._check_teacher()
         if not self.settings.phase_a.kind.stored:
             if view is not None:
-                raise UserError(f"view={view}: local has the same maps for all views")
+                raise UserError(f"view={view}: all views have the same maps")
             student = untrained_student(self.settings, self.data)
             maps = outline(self.settings, self.data).constant_maps(student)
             assert maps is not None

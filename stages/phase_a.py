@@ -1,5 +1,4 @@
-"""Phase A: the training of the teacher, or what takes its place: a teacher that was trained before
-and the fixed maps of ``local`` begin the run."""
+"""Phase A: the training of the teacher; one that needs none begins the run."""
 
 from __future__ import annotations
 

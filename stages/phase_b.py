@@ -61,7 +61,7 @@ def train_student(
 
     teacher_run  the run whose phase A it learns from; None for the baseline
     maps_url     the teacher's store; None is the run's own, which must then be of that teacher, or
-                 the maps that ``local`` has without a store
+                 its maps, where it needs no store
     """
     return run_request(StudentRequest(settings, folder, teacher_run=teacher_run, maps_url=maps_url))
 

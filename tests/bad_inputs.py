@@ -494,7 +494,7 @@ SYNTAX = settings(
     ("phase_a.local.std=[.nan]", "phase_a.local.std.0 0"),
     ("phase_a.local.std=[]", "phase_a.local.std 1"),
     ("phase_a.prior=false & phase_a.per_image=none", "phase_a prior false per_image none"),
-    ("phase_a.teacher_args={depth: 2}", "phase_a teacher_args model.args"),
+    ("phase_a.teacher_args={depth: 2}", "phase_a teacher_args gaussian"),
     (
         "phase_a.teacher=vit & phase_a.teacher_args={img_size: 3}",
         "phase_a img_size data.image_size",

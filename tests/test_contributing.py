@@ -60,8 +60,10 @@ def test_a_new_attention_is_a_file_and_a_line(tmp_path):
 RUN_TEACHERS = """
 import sys
 from pathlib import Path
+from gaupipe.data.splits import load_data
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
+from gaupipe.teachers import base
 from stages import evaluate, verify
 from stages.plan import plan_run
 from stages.run import run_all
@@ -73,6 +75,8 @@ for teacher, change in ("frequencies", "phase_b.gamma=0"), ("bright", "export.ki
     scores = evaluate.run(Path(teacher))
     assert ("teacher_loss" in scores) == (teacher == "frequencies")
     assert ("map_kl" in scores) == (teacher == "bright")
+base.MOST_NUMBERS = 3 * 2 * 16**2  # of three images, of a block with two heads
+assert base.outline(settings, load_data(settings.data)).images_at_once(50) == 3
 try:
     plan_run(settings.with_section("export", kind="predictions"), Path("other"))
 except UserError as error:

@@ -115,7 +115,7 @@ def test_other_weights_are_not_resumed(given, images, tmp_path, in_process):
 def test_only_a_trained_model_is_fine_tuned(images, tmp_path, in_process):
     command = ["phase-a", "--data", images, *sets("phase_a.teacher=resnet"), *SMALL]
     code, _, err = in_process(*command, "--run-dir", tmp_path / "run")
-    assert code == 2 and "fine_tune_epochs" in err and "resnet has max_epochs" in err
+    assert code == 2 and "fine_tune_epochs" in err and "resnet is none" in err
     assert not (tmp_path / "run").exists()
 
 

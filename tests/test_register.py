@@ -112,6 +112,7 @@ def test_a_registered_attention_is_one_of_timm_too(monkeypatch):
         ("Mine", Residual),
         ("other", torch.nn.Linear),
         ("local", Residual),
+        ("resnet", Residual),
         ("mine", ATTENTION["xsa"]),
         ("other", WithoutHeads),
     ):

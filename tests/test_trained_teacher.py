@@ -448,9 +448,14 @@ def test_nothing_is_learned_from_a_store_without_predictions(run, monkeypatch, p
     """Its logits are zeros, from which a loss can be computed all the same."""
     write_store(run, {"kind": "topk"})
     monkeypatch.setattr(StoreNotes, "has_predictions", predicts)
-    settings = ["phase_b.alpha=0", "phase_b.beta=1", "train.epochs=1"]
+    settings = ["phase_b.alpha=0.5", "phase_b.beta=1", "train.epochs=1"]
     [epoch] = phase_b.run(run, name="x", overrides=settings)
-    assert (epoch["loss_soft"] is not None) == predicts and epoch["loss_feat"] is not None
+    phase = RunDirectory(run).student_settings("x").phase_b
+    assert phase.alpha == 0.5 * predicts and (epoch["loss_soft"] is not None) == predicts
+    expected = epoch["loss_hard"] + phase.gamma * epoch["loss_feat"]
+    if predicts:
+        expected += 0.5 * epoch["loss_soft"]
+    assert epoch["train_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_costs_are_of_images_that_have_not_moved_from_stored_views(run, monkeypatch):
@@ -525,9 +530,9 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
     with torch.no_grad():
         other.head.weight += 0.01
     save_student(other, folder)
-    with pytest.raises(UserError, match="its weights have changed"):
+    with pytest.raises(UserError, match="has changed since"):
         write_store(tmp_path / "next")
-    with pytest.raises(UserError, match="its weights have changed"):
+    with pytest.raises(UserError, match="has changed since"):
         phase_a.run(settings, tmp_path / "next", resume=True)
 
 
@@ -738,7 +743,7 @@ def test_a_store_may_have_some_blocks_on_the_students_grid(run, tmp_path):
     with pytest.raises(UserError, match="export.layers: has a block twice"):
         phase_a.run(settings_with("export.layers=[1, 1]"), tmp_path / "deeper")
     gaussian = settings_with("phase_a.teacher=gaussian", "export.layers=[0]")
-    with pytest.raises(UserError, match="are for the maps of a trained ViT"):
+    with pytest.raises(UserError, match="for stored maps, not for Gaussians"):
         phase_a.run(gaussian, tmp_path / "gaussian")
 
 

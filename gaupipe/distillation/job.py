@@ -272,7 +272,7 @@ def remarks_on_maps(
         teacher = StoreNotes.of(schema).teacher
         if teacher is not None and teacher_kind(teacher).shows_views:
             remarks.append(
-                "shifts and crops move the stored maps; a trained ViT would not show them so: "
+                "shifts and crops move the stored maps; the teacher would not show them so: "
                 "'gaupipe export-maps --views' stores the maps of the views"
             )
     return remarks

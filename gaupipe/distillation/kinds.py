@@ -78,7 +78,7 @@ class GaussianKind(MapKind):
 
     name = "gaussian"
     needs = "gaussians"
-    otherwise = "a trained ViT has no Gaussians; choose topk or dense"
+    otherwise = "the teacher has no Gaussians; choose topk or dense"
 
     def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
         return {"gaussians": attention.gaussians}

@@ -113,14 +113,14 @@ def check_export(export: ExportSettings, teacher: Teacher, prefix: str = "--") -
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
     if not (has_maps and teacher.shows_rows) and (export.grid or export.layers):
         raise UserError(
-            "export.grid and export.layers are for the maps of a trained ViT: leave them out"
+            "export.grid and export.layers are for stored maps, not for Gaussians: leave them out"
         )
     if has_maps:
         check_shape(export, teacher.shape, prefix)
     if export.views is not None and "gaussians" in teacher.forms:
         raise UserError(
             f"{prefix}views {export.views}: Gaussians of images move with their views by "
-            "themselves; views are for a teacher that sees them: a trained ViT"
+            "themselves; views are for a teacher that sees them"
         )
     if export.views is not None and not teacher.settings.augment.draws_views:
         raise UserError(

@@ -106,11 +106,10 @@ class PhaseASettings(Section):
     def _consistent(self) -> PhaseASettings:
         if self.fine_tune_epochs and self.teacher in TEACHERS:
             raise ValueError(
-                "fine_tune_epochs is for a model that was trained before: the teacher "
-                f"{self.teacher} has max_epochs"
+                f"fine_tune_epochs is for a model that was trained before: {self.teacher} is none"
             )
-        if self.teacher_args and self.kind.teacher_args is not None:
-            raise ValueError(f"teacher_args {self.kind.teacher_args}")
+        if self.teacher_args and not self.kind.takes_args:
+            raise ValueError(f"teacher_args: the teacher {self.teacher} takes none: leave it out")
         if self.kind.learns_images and not self.prior and self.per_image == "none":
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"

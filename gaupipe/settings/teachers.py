@@ -5,7 +5,9 @@ A new teacher is a file in ``gaupipe/teachers/`` and an entry of :data:`TEACHERS
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,10 @@ class TeacherKind:
     """Whether its training may mix images."""
     warm_starts: tuple[str, ...] = ()
     """The values of ``phase_b.warm_start`` that its weights allow, besides none."""
-    teacher_args: str | None = None
-    """Why it takes no ``phase_a.teacher_args``; None where it takes some."""
+    takes_args: bool = False
+    """Whether it reads ``phase_a.teacher_args``."""
+    controls: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Rows of a comparison that lack what it is to teach: their settings, by name."""
 
 
 TEACHERS = {
@@ -47,7 +51,7 @@ TEACHERS = {
         learns_images=True,
         mixes_images=False,
         warm_starts=("teacher", "exact"),
-        teacher_args="are for a teacher that is a ViT: see model.args",
+        controls={"prior alone": {"phase_a.prior": True, "phase_a.per_image": "none"}},
     ),
     "vit": TeacherKind(
         implementation="vit.TrainedVit",
@@ -56,6 +60,7 @@ TEACHERS = {
         shows_views=True,
         predicts_new_images=True,
         warm_starts=("teacher", "slice"),
+        takes_args=True,
     ),
     "resnet": TeacherKind(
         implementation="resnet.ResNetTeacher",
@@ -63,6 +68,7 @@ TEACHERS = {
         trained=True,
         shows_maps=False,
         predicts_new_images=True,
+        takes_args=True,
     ),
     "local": TeacherKind(
         implementation="local.LocalTeacher",
@@ -70,7 +76,10 @@ TEACHERS = {
         trained=False,
         stored=False,
         predicts=False,
-        teacher_args="are for a network, and local is none: see phase_a.local",
+        controls={
+            "wrong places": {"phase_a.local.permuted": True},
+            "uniform maps": {"phase_a.local.std": [math.inf]},
+        },
     ),
 }
 """Teachers that phase A makes, by the values of ``phase_a.teacher``."""
@@ -82,6 +91,7 @@ GIVEN = TeacherKind(
     shows_views=True,
     predicts_new_images=True,
     warm_starts=("teacher", "slice"),
+    takes_args=True,
 )
 """A teacher that was trained before: any other value of ``phase_a.teacher`` names its weights."""
 

@@ -133,16 +133,10 @@ def other_teacher(
     download: bool = False,
 ) -> Teacher:
     """A trained model in place of a run's own teacher."""
-    known = TEACHERS.get(teacher)
-    if known is not None and not known.stored:
+    if teacher in TEACHERS:
         raise UserError(
-            f"--teacher {teacher}: its maps are stored nowhere: 'gaupipe phase-a --set "
-            f"phase_a.teacher={teacher}' begins a run with it, and phase B makes the maps"
-        )
-    if known is not None:
-        raise UserError(
-            f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
-            f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
+            f"--teacher {teacher}: is for a run, which 'gaupipe phase-a --set "
+            f"phase_a.teacher={teacher}' begins; here local-dir:FOLDER or a timm name is right"
         )
     changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
     parsed = parse({"phase_a": changes}, f"--teacher {teacher}").phase_a

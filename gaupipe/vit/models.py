@@ -40,9 +40,6 @@ TIMM_ARGUMENTS = {
 
 
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
-TEACHERS = ("local", "vit")
-"""Names that stand for a teacher where an attention could stand as well."""
-
 timm_create_attn = vision_transformer._create_attn  # where timm looks a name up
 
 
@@ -64,6 +61,8 @@ def register(name: str, attention: type[StudentAttention]) -> None:
     ``gau_NAME``, to settings and commands as NAME. The same class may come again, as a cell of a
     notebook that runs twice defines it. Raises UserError for a name that is taken, and for what is
     no :class:`gaupipe.attention.base.StudentAttention` that takes timm's ``num_heads``."""
+    from gaupipe.settings.teachers import TEACHERS  # with pydantic
+
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise UserError(f"register {name!r}: should be lower-case letters, digits and _")
     if name in STUDENTS:

@@ -9,6 +9,7 @@ import typer
 
 from gaupipe.attention import ATTENTION, STUDENTS
 from gaupipe.settings.load import flatten, load
+from gaupipe.settings.teachers import TEACHERS
 
 DIGITS = flatten(load("digits"))
 
@@ -172,7 +173,7 @@ Teacher = Annotated[
     str | None,
     setting(
         "--teacher NAME",
-        "gaussian, vit, resnet, local, local-dir:FOLDER, or a timm name with published weights",
+        f"{', '.join(TEACHERS)}, local-dir:FOLDER, or a timm name with published weights",
         "phase_a.teacher",
         parser=parse_name,
     ),

@@ -6,7 +6,6 @@ A row is one way to train. It is run with every seed and is one line of every ta
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from gaupipe.settings import (
 )
 from gaupipe.settings.load import ByName, check_plain, parse, set_value
 from gaupipe.settings.sections import Section, problem
+from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.errors import UserError
 from stages.runs.choices import WITH_A_TEACHER
 
@@ -29,9 +29,7 @@ DISTILLED = "distilled"
 CONTROLS = (
     "maps of other images",
     "predictions of other images",
-    "wrong places",
-    "uniform maps",
-    "prior alone",
+    *(name for kind in TEACHERS.values() for name in kind.controls),
     "no soft labels",
 )
 """Rows without that in the teacher which is claimed to help."""
@@ -76,18 +74,13 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
     if list(students) == ["standard"]:
         distilled = {DISTILLED: student(first)}
     controls: dict[str, ByName] = {}
-    if base.phase_b.gamma:
+    kind = base.phase_a.kind
+    if base.phase_b.gamma and kind.stored:  # else all images have the same maps
         controls["maps of other images"] = {"phase_b.shuffle_maps": True}
-    if not base.phase_a.kind.stored:  # all images have the same maps
-        controls = {
-            "wrong places": {"phase_a.local.permuted": True},
-            "uniform maps": {"phase_a.local.std": [math.inf]},
-        }
-    if base.phase_a.kind.learns_images:
-        controls["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
+    controls |= kind.controls
     if base.export.kind == "predictions":
         controls["predictions of other images"] = {"phase_b.shuffle_predictions": True}
-    elif base.phase_b.alpha and base.phase_a.kind.predicts:
+    elif base.phase_b.alpha and kind.predicts:
         labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
         controls["no soft labels"] = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     for name, changes in controls.items():

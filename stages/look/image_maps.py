@@ -317,8 +317,8 @@ class LiveMaps:
 
 class StudentMaps(LiveMaps):
     """A student of a run, with the ``store`` that it learned from, or its run's; None where there
-    is none that fits it. The attribute ``local`` is true if the fixed maps of ``local`` taught it
-    instead. Raises UserError where the student is not there or damaged.
+    is none that fits it. The attribute ``shares_maps`` is true if maps that all images share
+    taught it instead. Raises UserError where the student is not there or damaged.
 
     Its maps are whole where no stored ones are beside them; else they are from patches to patches.
     """
@@ -336,10 +336,10 @@ class StudentMaps(LiveMaps):
         if self.store is not None and not self.store.schema.has_maps:
             self.store = None
         learned = student.distilled and recorded_store(student.folder) is None
-        self.local = not settings.phase_a.kind.stored and learned and self.store is None
+        self.shares_maps = not settings.phase_a.kind.stored and learned and self.store is None
 
         self._teacher_maps: MapReader | ConstantMaps
-        if self.local:
+        if self.shares_maps:
             self._teacher_maps = constant_maps(outline(settings, data), model)
         elif self.store is not None:
             self._teacher_maps = MapReader(self.store, model, settings.phase_b, CPU)
@@ -379,7 +379,7 @@ class StudentMaps(LiveMaps):
 
     def no_teacher(self, views: Drawing | None, split: str = "train") -> str | None:
         """Why the stored maps are not those of what the student sees; None where they are."""
-        if self.local:
+        if self.shares_maps:
             return None
         if self.store is None:
             return "there is no whole store that fits the student"

@@ -74,8 +74,8 @@ class RunDirectory:
             and not self.settings().phase_a.kind.stored
         ):
             raise UserError(
-                f"{self.path} has no store: local has the same Gaussians for all images, "
-                "and phase B makes them; 'gaupipe view' shows the maps of its students"
+                f"{self.path} has no store: all images have the same maps, and phase B makes "
+                "them; 'gaupipe view' shows the maps of its students"
             )
         return self.maps
 

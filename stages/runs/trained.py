@@ -56,9 +56,8 @@ def check_unchanged(teacher: Teacher, directory: RunDirectory) -> None:
     """Raises UserError for another teacher than the run's."""
     if teacher.sha256 != directory.teacher_digest():
         raise UserError(
-            f"phase_a.teacher: {teacher.settings.phase_a.teacher} is not the teacher that "
-            f"{directory.path} was started with: its weights have changed; restore them, or start "
-            "another run"
+            f"phase_a.teacher: {teacher.settings.phase_a.teacher} has changed since "
+            f"{directory.path} was started with it: restore it, or start another run"
         )
 
 
