@@ -112,6 +112,15 @@ def test_other_weights_are_not_resumed(given, images, tmp_path, in_process):
     assert code == 2 and "the weights in" in err
 
 
+def test_no_student_starts_from_convolutions(images, tmp_path, in_process):
+    save_convolutions(tmp_path / "given")
+    command = ["phase-a", "--data", images, "--teacher", f"local-dir:{tmp_path / 'given'}", *SMALL]
+    changes = sets("phase_b.gamma=0", "export.kind=predictions", "phase_b.warm_start=teacher")
+    code, _, err = in_process(*command, *changes, "--run-dir", tmp_path / "run")
+    assert code == 2 and "is no ViT: take phase_b.warm_start=none" in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_only_a_trained_model_is_fine_tuned(images, tmp_path, in_process):
     command = ["phase-a", "--data", images, *sets("phase_a.teacher=resnet"), *SMALL]
     code, _, err = in_process(*command, "--run-dir", tmp_path / "run")

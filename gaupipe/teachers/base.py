@@ -30,6 +30,7 @@ from gaupipe.settings.sections import Scope
 from gaupipe.settings.teachers import TeacherKind
 from gaupipe.system import distributed
 from gaupipe.system.device import prepare_device
+from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
@@ -271,8 +272,12 @@ class Teacher:
         """Raises UserError for settings of phase B that this teacher cannot serve."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights of its ViT by timm's names, for a student that starts from them."""
-        raise NotImplementedError
+        """The weights of its ViT by timm's names, for a student that starts from them. Raises
+        UserError for a teacher that is none."""
+        raise UserError(
+            f"phase_b.warm_start: the teacher {self.settings.phase_a.teacher} is no ViT: take "
+            "phase_b.warm_start=none"
+        )
 
     def spread(self) -> Tensor | None:
         """The spread of its residual stream, by which a slice is chosen."""
