@@ -34,11 +34,11 @@ class PhaseBSettings(TrainChanges):
     paper."""
     gamma_epochs: Positive | None = None
     """Epochs until gamma is 0; null means a third of the student's epochs."""
-    queries: Positive | None = None
+    queries: Positive | None = 16
     """The number of queries of an image whose maps L_feat compares in a step, drawn anew in each
     step; null compares all. The mean over the draws is L_feat over all queries, and 16 make a step
-    cheaper: the work grows with the number of tokens, not with its square. But L_feat falls more
-    slowly. The queries of a batch are the same in all its images, blocks and heads."""
+    cheaper, because the work grows with the number of tokens, not with its square. The queries of a
+    batch are the same in all its images, blocks and heads."""
     layer_map: list[Count | None] | None = None
     """For each block of the student the number of the stored block that it is compared with,
     counted from 0, or null for no comparison. Without a list each block is compared with the stored
