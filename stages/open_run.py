@@ -154,7 +154,7 @@ class Run:
             teacher_maps = constant_maps(outline(settings, data), student)
         else:
             predicts = StoreNotes.of(self.store.schema).has_predictions
-            images = StoredImages(self.store, settings.phase_b, settings.seed)
+            images = StoredImages(self.store, self.store, settings.phase_b, settings.seed)
             stored = StoredOfEpoch([images], epoch, with_maps)
             if with_maps:
                 teacher_maps = MapReader(self.store, student, settings.phase_b, CPU)

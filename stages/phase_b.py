@@ -3,12 +3,18 @@ attention maps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import store
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.job import PRELOAD_BYTES, build_distilled, build_without_store
+from gaupipe.distillation.job import (
+    PRELOAD_BYTES,
+    StoresOfSplit,
+    build_distilled,
+    build_without_store,
+)
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
 from gaupipe.settings.load import with_anytime
@@ -43,7 +49,8 @@ def run_request(request: StudentRequest, data: ImageData | None = None) -> list[
     with distributed.rank_zero_first():  # whatever can be refused is, before there are files
         data = read_data(settings, request.run, data, unlabelled=teacher_run is not None)
         afresh = starts_afresh(request)
-        job = build_training(settings, data, teacher_run, request.maps_url, afresh)
+        urls = request.maps_url, request.predictions_url
+        job = build_training(settings, data, teacher_run, *urls, afresh=afresh)
         if teacher_run is not None and afresh and settings.phase_b.warm_start != "none":
             warm_start(job, teacher_run)
     return train_in_folder(request, job)
@@ -71,6 +78,7 @@ def build_training(
     data: ImageData,
     teacher_run: RunDirectory | None,
     maps_url: str | None = None,
+    predictions_url: str | None = None,
     afresh: bool = True,
 ) -> Training:
     """A student, freshly started; the baseline without a ``teacher_run``. Writes nothing.
@@ -83,22 +91,34 @@ def build_training(
     student = build_student(settings, data, train, from_weights=afresh).to(device)
     if not settings.phase_a.kind.stored and maps_url is None:
         return build_without_store(outline(settings, data), student, train)
-    url = maps_url or str(teacher_run.maps)
-    maps = store.open(
-        url,
-        dataset_sha256=data.sha256,
-        teacher_sha256=teacher_run.teacher_digest() if maps_url is None else None,
-        preload_bytes=PRELOAD_BYTES,
-    )
-    LOG.debug(f"store {url}: {maps.schema.kind}, {len(maps)} entries")
+    urls = [maps_url or str(teacher_run.maps)]
+    if predictions_url is not None:
+        urls.append(predictions_url)
+    teacher_sha256 = teacher_run.teacher_digest() if maps_url is None else None
+    stored = open_stores(urls, data.sha256, teacher_sha256)
     unlabelled = None
     if data.unlabelled is not None:
-        unlabelled = store.open(
-            store_of_unlabelled(url),
-            dataset_sha256=data.unlabelled_sha256,
+        urls = [store_of_unlabelled(url) for url in urls]
+        unlabelled = open_stores(urls, data.unlabelled_sha256)
+    return build_distilled(settings, data, device, student, train, stored, unlabelled)
+
+
+def open_stores(
+    urls: Sequence[str], dataset_sha256: str | None, teacher_sha256: str | None = None
+) -> StoresOfSplit:
+    """The store of the maps and, if there is a second url, that of the predictions, both of these
+    images; ``teacher_sha256`` says whose the maps are. Raises StoreError."""
+    stores = []
+    for url, sha256 in zip(urls, [teacher_sha256, None], strict=False):
+        opened = store.open(
+            url,
+            dataset_sha256=dataset_sha256,
+            teacher_sha256=sha256,
             preload_bytes=PRELOAD_BYTES,
         )
-    return build_distilled(settings, data, device, student, train, maps, unlabelled)
+        LOG.debug(f"store {url}: {opened.schema.kind}, {len(opened)} entries")
+        stores.append(opened)
+    return StoresOfSplit(stores[0], stores[-1])
 
 
 def warm_start(job: Training, teacher_run: RunDirectory) -> None:

@@ -90,9 +90,9 @@ def test_a_step_of_a_student(student_job, gpu):
     job, settings = student_job, student_job.settings
     student = job.student.to(CUDA)
     losses, read = LabelLosses(student, job.train), None
-    if job.source_of_maps:
+    if job.sources:
         with unset_fake_temporarily():
-            maps = store.open(job.source_of_maps[0])
+            maps = store.open(job.sources[0][0])
             stored = maps.gather(np.arange(settings.data.batch_size))
         read = SimpleNamespace(view=None, prefetch=lambda _: iter([stored]))
         teacher_maps = MapReader(maps, student, settings.phase_b, CUDA)

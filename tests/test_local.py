@@ -253,7 +253,7 @@ def test_an_interrupted_student_goes_on_with_the_same_numbers(local_run, tmp_pat
     run = RunDirectory(local_run)
     settings = load(local_run / "config.yaml")
     job = phase_b.build_training(settings, gaupipe.open_run(local_run).data, run)
-    assert job.settings.phase_b.alpha == 0 and job.source_of_maps is None
+    assert job.settings.phase_b.alpha == 0 and not job.sources
     again = load(local_run / "phase_b/attentionx/config.yaml")
     assert job.identity == phase_b.build_training(again, job.data, run).identity | {
         "model.attention": settings.model.attention

@@ -321,7 +321,7 @@ def test_shuffled_maps_are_seldom_those_of_the_same_batch():
 
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     maps = store.open(run_dir / "maps.zarr")
-    images = StoredImages(maps, PhaseBSettings(shuffle_maps=True), seed=0)
+    images = StoredImages(maps, maps, PhaseBSettings(shuffle_maps=True), seed=0)
     shuffled = StoredOfEpoch([images], 0, with_maps=True)
     first, second = np.random.default_rng(1).permutation(1437), np.arange(1437)
     (one,), (other,) = list(shuffled.prefetch([first])), list(shuffled.prefetch([second]))
@@ -437,7 +437,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     assert f"{name}: nothing was saved to resume: starts afresh with the settings {whose}" in said
     assert code == 0 and f"{name} epoch 2/2: " in said and "next: gaupipe evaluate" in said
     learned = json.loads((run_dir / "phase_b" / name / "maps.json").read_text())
-    assert learned["url"] == str(tmp_path / "dense.zarr")
+    assert learned[0]["url"] == str(tmp_path / "dense.zarr")
 
 
 def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):

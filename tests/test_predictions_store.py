@@ -12,6 +12,8 @@ from arguments import sets
 from damage import contents, differing
 from exports import write_store as export_maps
 from gaupipe import open_run
+from gaupipe.distillation import job
+from gaupipe.settings import PhaseBSettings
 from gaupipe.system.errors import UserError
 from pictures import photos
 from stores import NO_MAPS, make_arrays, make_schema, write_store
@@ -109,3 +111,102 @@ def test_the_store_of_a_folder_has_the_names_of_its_files(tmp_path, in_process):
     export = planned["stages"]["export"]
     assert export["disk_bytes"] == sum(array.nbytes for _, array in group.arrays())
     assert export["files"] == sum(path.is_file() for path in (tmp_path / "p.zarr").rglob("*"))
+
+
+@pytest.fixture
+def two_stores(run, in_process):
+    """A run of 40 digits, its own store, and one of a ViT's predictions of them."""
+    teacher = ("--teacher", "vit", "--set", "phase_a.max_epochs=1")
+    other = run.parent / "other"
+    settings = run / "config.yaml"
+    assert in_process("phase-a", settings, "--run-dir", other, *teacher)[0] == 0
+    command = ("export-maps", "--run-dir", other, "--kind", "predictions", "--out")
+    assert in_process(*command, run / "predictions.zarr")[0] == 0
+    return run, run / "predictions.zarr"
+
+
+def test_maps_of_one_store_and_predictions_of_another(two_stores, in_process):
+    """Each loss is of its own store; the student goes on with both of them, and with no other."""
+    run, predictions = two_stores
+    train = ("phase-b", "--run-dir", run, "--name", "two", "--predictions", predictions)
+    short = ("--set", "train.epochs=1", "--set", "phase_b.alpha=0.5")
+    read = []
+    before = job.StudentLosses.forward
+
+    def watched(self, batch, *weights):
+        read.append((batch.ids, batch.stored))
+        return before(self, batch, *weights)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job.StudentLosses, "forward", watched)
+        assert in_process(*train, *short)[0] == 0
+    own, other = store.open(run / "maps.zarr"), store.open(predictions)
+    for ids, stored in read:
+        name = next(iter(own.schema.store_kind.arrays(own.schema)))
+        assert np.array_equal(stored[name], own.gather(ids.numpy())[name])
+        assert np.array_equal(stored["logits"], other.gather(ids.numpy())["logits"])
+        assert not np.array_equal(stored["logits"], own.gather(ids.numpy())["logits"])
+    learned = json.loads((run / "phase_b/two/maps.json").read_text())
+    assert [source["url"] for source in learned] == ["../../maps.zarr", "../../predictions.zarr"]
+
+    again = ("phase-b", "--run-dir", run, "--name", "two", "--resume", *short)
+    code, _, error = in_process(*again)
+    assert code == 0, error  # with the stores that it began with
+    code, _, error = in_process(*again, "--predictions", run / "maps.zarr")
+    assert code == 2 and "the teacher of the predictions" in error
+
+
+def test_a_second_store_that_says_nothing_is_refused(two_stores, in_process):
+    run, predictions = two_stores
+    train = ("phase-b", "--run-dir", run, "--name", "two")
+    other = ("--predictions", predictions)
+    for words, said in [
+        ((*other, "--set", "phase_b.alpha=0"), "phase_b.alpha is 0"),
+        ((*other, "--set", "phase_b.gamma=0", "--set", "phase_b.alpha=0.5"), "--maps"),
+        ((*other, "--no-distill"), "not for a training on the labels alone"),
+        (("--predictions", run / "none.zarr"), "none.zarr"),
+        (("--predictions", ""), "should be the path or URL of a store"),
+    ]:
+        code, out, error = in_process(*train, *words)
+        assert (code, out, error.count("\n")) == (2, "", 1) and said in error, (words, error)
+    assert not (run / "phase_b/two").exists()
+
+
+def views_of(folder, count, **kind):
+    """A store of so many views of 6 images, opened."""
+    schema = make_schema(num_images=6 * count, views=count, extra={"predicts": True}, **kind)
+    write_store(folder / f"{count}.zarr", schema, make_arrays(schema, seed=count))
+    return store.open(folder / f"{count}.zarr")
+
+
+@pytest.mark.parametrize("maps, predictions", [(1, 1), (3, 1), (2, 5)])
+def test_each_store_has_views_of_its_own(maps, predictions, tmp_path):
+    """An epoch has one view, which both stores have if both are read; a store of the images
+    themselves says the same of each."""
+    first = views_of(tmp_path / "maps", maps)
+    second = views_of(tmp_path / "predictions", predictions, **NO_MAPS)
+    job.check_second_store(job.StoresOfSplit(first, second), PhaseBSettings(alpha=0.5, gamma=0.5))
+    images = job.StoredImages(first, second, PhaseBSettings(), seed=0)
+    ids = np.array([4, 0, 5])
+    for epoch in range(7):
+        for with_maps in (True, False):
+            stored = job.StoredOfEpoch([images], epoch, with_maps)
+            view = epoch % (maps if with_maps and maps > 1 else predictions)
+            assert (stored.view or 0) == view
+            [read] = stored.prefetch([ids])
+            wanted = second.gather(ids * predictions + view % predictions)["logits"]
+            assert np.array_equal(read["logits"], wanted)
+            assert ("gaussians" in read) == with_maps
+            if with_maps:
+                wanted = first.gather(ids * maps + view % maps)["gaussians"]
+                assert np.array_equal(read["gaussians"], wanted)
+
+
+@pytest.mark.parametrize("maps, predictions", [(1, 5), (5, 2)])
+def test_views_that_one_store_lacks_are_refused(maps, predictions, tmp_path):
+    first = views_of(tmp_path / "maps", maps)
+    second = views_of(tmp_path / "predictions", predictions, **NO_MAPS)
+    with pytest.raises(UserError, match=f"has {predictions} views of an image and .* {maps}:"):
+        job.check_second_store(
+            job.StoresOfSplit(first, second), PhaseBSettings(alpha=0.5, gamma=0.5)
+        )

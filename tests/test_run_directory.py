@@ -154,7 +154,7 @@ def test_a_new_student_has_its_settings_or_is_not_there(made, monkeypatch):
     folder = made / "phase_b" / "new"
     settings = RunDirectory(made).settings()
     request = students.StudentRequest(settings, folder)
-    job = SimpleNamespace(settings=settings, source_of_maps=None)
+    job = SimpleNamespace(settings=settings, sources=[])
 
     def write(other, *_):
         assert other != folder and not folder.exists()
@@ -174,7 +174,7 @@ def test_a_new_student_follows_the_umask_and_no_link(made):
     folder = made / "phase_b" / "private"
     settings = RunDirectory(made).settings()
     request = students.StudentRequest(settings, folder)
-    job = SimpleNamespace(settings=settings, source_of_maps=None)
+    job = SimpleNamespace(settings=settings, sources=[])
     before = os.umask(0o027)
     try:
         opening.make_folder(request, job)

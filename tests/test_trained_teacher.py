@@ -212,7 +212,7 @@ def test_views_are_stored_and_drawn_again(run, drawn):
     data = load_data(settings.data)
     batches = Batches(data.train, data, torch.device("cpu"), 40)
     for epoch in (1, 4):
-        whole = StoredImages(maps, PhaseBSettings(), 0)
+        whole = StoredImages(maps, maps, PhaseBSettings(), 0)
         stored = StoredOfEpoch([whole], epoch, with_maps=True)
         augment = Augment(settings.augment, settings.seed)
         batch = next(batches.epoch(epoch, augment, stored))
@@ -239,7 +239,7 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
     monkeypatch.chdir(tmp_path)
     phase_b.run(run, "standard", name="x", maps_url="dense.zarr")
     folder = run / "phase_b" / "x"
-    assert json.loads((folder / "maps.json").read_text())["url"] == str(other)
+    assert json.loads((folder / "maps.json").read_text())[0]["url"] == str(other)
     student = evaluate.load_student(run, "x")
     there = student, load_data(student.settings.data)
     assert evaluate.open_maps(*there).schema.kind == "dense"

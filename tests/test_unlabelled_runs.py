@@ -222,7 +222,7 @@ def test_entries_of_two_stores_go_to_their_images(finished):
     read = {}
     for shuffled in (False, True):
         phase = PhaseBSettings(shuffle_predictions=shuffled)
-        images = [StoredImages(maps, phase, seed=0) for maps in stores]
+        images = [StoredImages(maps, maps, phase, seed=0) for maps in stores]
         read[shuffled] = [*StoredOfEpoch(images, 0, with_maps=False).prefetch(batches)]
     for ids, entries in zip(batches, read[False], strict=True):
         assert np.array_equal(entries["logits"], expected[ids])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,14 @@ from gaupipe.training.state import Identity
 
 PRELOAD_BYTES = 2 * 10**9
 """The size of the largest store that is read into memory whole."""
+
+
+class StoresOfSplit(NamedTuple):
+    """What phase B reads of the images of one split."""
+
+    maps: store.Store
+    predictions: store.Store
+    """The same store, unless the predictions are those of a second one."""
 
 
 class StudentLosses(LabelLosses):
@@ -131,22 +140,26 @@ def build_distilled(
     device: torch.device,
     student: VisionTransformer,
     train: TrainSettings,
-    maps: store.Store,
-    unlabelled: store.Store | None = None,
+    stored: StoresOfSplit,
+    unlabelled: StoresOfSplit | None = None,
 ) -> Training:
-    """The training, as ``train`` says, of a ``student`` that lies on the ``device``, from a store
-    of ``maps`` of the training images and, where there are such, a store of the images without
-    labels. Raises UserError for a student or a loss that the maps do not fit."""
+    """The training, as ``train`` says, of a ``student`` that lies on the ``device``, from what is
+    ``stored`` of the training images and, where there are such, of the images without labels.
+    Raises UserError for a student or a loss that the stores do not fit."""
+    maps, predictions = stored
     check_fit(student, MapShape.of_store(maps.schema), settings.phase_b, maps.url)
-    check_views(maps.schema, settings, data.image_size, maps.url)
+    for one in stored:
+        check_views(one.schema, settings, data.image_size, one.url)
+    if predictions is not maps:
+        check_second_store(stored, settings.phase_b)
     remarks = remarks_on_maps(settings, maps.schema, student)
-    predicts = StoreNotes.of(maps.schema).has_predictions
+    predicts = StoreNotes.of(predictions.schema).has_predictions
     if not predicts:
         settings = without_predictions(settings)
     phase = settings.phase_b
     if unlabelled is not None:
-        check_alike(maps, unlabelled, settings)
-    epochs = plan_epochs(settings, train.epochs, maps, unlabelled)
+        check_alike(stored, unlabelled, settings)
+    epochs = plan_epochs(settings, train.epochs, stored, unlabelled)
     if phase.shuffle_maps and not maps.schema.store_kind.arrays(maps.schema):
         raise UserError(
             f"phase_b.shuffle_maps: no image has maps of its own in {maps.url}: leave it out"
@@ -158,7 +171,10 @@ def build_distilled(
     job = make_training(settings, data, device, student, train, losses, epochs, remarks)
     job.unlabelled = unlabelled is not None
     job.identity |= identity_of_maps(maps.schema)
-    job.source_of_maps = (maps.url, maps.schema.teacher_sha256)
+    job.sources = [(maps.url, maps.schema.teacher_sha256)]
+    if predictions is not maps:
+        job.identity |= identity_of_predictions(predictions.schema)
+        job.sources.append((predictions.url, predictions.schema.teacher_sha256))
     return job
 
 
@@ -190,47 +206,55 @@ def constant_maps(teacher: Teacher, student: VisionTransformer) -> ConstantMaps:
     return ConstantMaps(maps.to(teacher.device), layers, shape.grid, phase.head_map)
 
 
-def check_alike(maps: store.Store, unlabelled: store.Store, settings: Settings) -> None:
+def check_alike(stored: StoresOfSplit, unlabelled: StoresOfSplit, settings: Settings) -> None:
     """Raises UserError for stores of training images and of images ``unlabelled`` that no batch can
     mix: of other teachers or views, without predictions, or, where maps are compared, of other
     maps."""
-    first = maps.schema
-    second = unlabelled.schema
-    where = f"{unlabelled.url}: holds the images without labels of"
     remedy = "'gaupipe export-maps --overwrite' writes both"
-    if first.teacher_sha256 != second.teacher_sha256:
-        raise UserError(f"{where} another teacher than {maps.url}: {remedy}")
-    notes = StoreNotes.of(second)
-    if StoreNotes.of(first).probe != notes.probe:
-        raise UserError(f"{where} a probe that has learned other labels: {remedy}")
-    if (first.views, StoreNotes.of(first).views) != (second.views, notes.views):
-        raise UserError(f"{where} other views than {maps.url}: {remedy}")
-    if not notes.has_predictions:
-        raise UserError(f"{where} a teacher that predicts no classes: nothing is said of them")
+    for one, other in zip(stored, unlabelled, strict=True):
+        first = one.schema
+        second = other.schema
+        where = f"{other.url}: holds the images without labels of"
+        if first.teacher_sha256 != second.teacher_sha256:
+            raise UserError(f"{where} another teacher than {one.url}: {remedy}")
+        notes = StoreNotes.of(second)
+        if StoreNotes.of(first).probe != notes.probe:
+            raise UserError(f"{where} a probe that has learned other labels: {remedy}")
+        if (first.views, StoreNotes.of(first).views) != (second.views, notes.views):
+            raise UserError(f"{where} other views than {one.url}: {remedy}")
+    if not StoreNotes.of(unlabelled.predictions.schema).has_predictions:
+        raise UserError(
+            f"{unlabelled.predictions.url}: holds the images without labels of a teacher that "
+            "predicts no classes: nothing is said of them"
+        )
     check_soft_loss(settings.phase_b)
-    if settings.phase_b.gamma and identity_of_maps(first) != identity_of_maps(second):
-        raise UserError(f"{where} other maps than {maps.url}: {remedy}, or set phase_b.gamma=0")
+    maps = stored.maps
+    other = unlabelled.maps
+    if settings.phase_b.gamma and identity_of_maps(maps.schema) != identity_of_maps(other.schema):
+        raise UserError(
+            f"{other.url}: holds the images without labels of other maps than {maps.url}: {remedy}"
+            ", or set phase_b.gamma=0"
+        )
 
 
 def plan_epochs(
-    settings: Settings, count: int, maps: store.Store, unlabelled: store.Store | None = None
+    settings: Settings, count: int, stored: StoresOfSplit, unlabelled: StoresOfSplit | None = None
 ) -> list[EpochPlan]:
-    """For each of ``count`` epochs the weights of L_feat and L_soft, and what is read of a store of
-    ``maps`` and of the images ``unlabelled``."""
+    """For each of ``count`` epochs the weights of L_feat and L_soft, and what is read of the stores
+    of the training images and of the images ``unlabelled``."""
     phase = settings.phase_b
-    views = maps.schema.views
-    stores = [StoredImages(maps, phase, settings.seed)]
+    images = [StoredImages(*stored, phase, settings.seed)]
     if unlabelled is not None:
-        stores.append(StoredImages(unlabelled, phase, settings.seed))
+        images.append(StoredImages(*unlabelled, phase, settings.seed))
     epochs = []
     for epoch, gamma in enumerate(phase.gammas(count)):
         alpha = phase.alpha if epoch < (phase.alpha_epochs or count) else 0.0
+        of_epoch = StoredOfEpoch(images, epoch, with_maps=gamma > 0)
         # once a store of views has nothing to say, there is no need to see its views again
-        if views > 1 and not gamma and not alpha:
+        if of_epoch.view is not None and not gamma and not alpha:
             epochs.append(EpochPlan())
             continue
-        stored = StoredOfEpoch(stores, epoch, with_maps=gamma > 0)
-        epochs.append(EpochPlan(gamma, alpha, stored=stored))
+        epochs.append(EpochPlan(gamma, alpha, stored=of_epoch))
     return epochs
 
 
@@ -250,6 +274,15 @@ def identity_of_maps(schema: store.Schema) -> Identity:
         "the grid of the store": None if schema.grid is None else [*schema.grid],
         "the precision of the store": notes.precision,
         "a probe predicts": notes.probe,
+    }
+
+
+def identity_of_predictions(schema: store.Schema) -> Identity:
+    """What of a second store, of predictions, a checkpoint belongs to."""
+    return {
+        "the teacher of the predictions": schema.teacher_sha256,
+        "the views of the predictions": schema.views,
+        "a probe predicts": StoreNotes.of(schema).probe,
     }
 
 
@@ -280,22 +313,46 @@ def remarks_on_maps(
 
 def check_views(schema: store.Schema, settings: Settings, image_size: int, url: str) -> None:
     """Raises UserError for views that phase B would draw otherwise."""
-    notes = StoreNotes.of(schema)
-    if notes.views is not None and notes.views != Drawing.of(settings, image_size):
+    views = StoreNotes.of(schema).views
+    if views is not None and views != Drawing.of(settings, image_size):
         raise UserError(
             f"{url}: holds maps of views drawn with another augmentation, seed or image size: "
             "phase B must draw the same; change it back, or export again"
         )
 
 
-class StoredImages:
-    """A store of images, and for a control the image whose maps, or whose predictions, each of them
-    gets."""
+def check_second_store(stored: StoresOfSplit, phase: PhaseBSettings) -> None:
+    """Raises UserError for a store of predictions that is not needed beside that of the maps, or
+    that lacks views of theirs."""
+    maps, predictions = stored
+    where = f"--predictions {predictions.url}"
+    if not StoreNotes.of(predictions.schema).has_predictions:
+        raise UserError(f"{where}: its teacher predicts no classes; leave it out")
+    if not phase.alpha:
+        raise UserError(f"{where}: phase_b.alpha is 0, so no predictions are learned; set it")
+    if not phase.gamma or not maps.schema.has_maps:
+        raise UserError(
+            f"{where}: no maps are compared, so one store is enough: --maps {predictions.url}"
+        )
+    count = predictions.schema.views
+    if count > 1 and not 1 < maps.schema.views <= count:
+        raise UserError(
+            f"{where}: has {count} views of an image and {maps.url} {maps.schema.views}: the "
+            "images of an epoch that compares maps are of one view that both have; export "
+            f"2 to {count} views of the maps, or predictions of the images themselves"
+        )
 
-    def __init__(self, maps: store.Store, phase: PhaseBSettings, seed: int) -> None:
+
+class StoredImages:
+    """The maps and predictions of images, of one store or two, and for a control the image whose
+    maps, or whose predictions, each of them gets."""
+
+    def __init__(
+        self, maps: store.Store, predictions: store.Store, phase: PhaseBSettings, seed: int
+    ) -> None:
         self.maps = maps
-        self.views = maps.schema.views
-        self.count = len(maps) // self.views
+        self.predictions = predictions
+        self.count = len(maps) // maps.schema.views
         self.of_maps: np.ndarray | None = None
         self.of_predictions: np.ndarray | None = None
         if phase.shuffle_maps:
@@ -303,21 +360,32 @@ class StoredImages:
         if phase.shuffle_predictions:
             self.of_predictions = other_images(self.count, seed)
 
+    def views(self, with_maps: bool) -> int:
+        """The number of views that epochs use in turn, with or without their maps."""
+        if with_maps and self.maps.schema.views > 1:
+            return self.maps.schema.views
+        return self.predictions.schema.views
+
     def prefetch(
         self, batches: Sequence[np.ndarray], view: int, with_maps: bool
     ) -> Iterator[dict[str, np.ndarray]]:
         """As :meth:`store.Store.prefetch`, by image ids, of one of the views. Without ``with_maps``
         predictions are read alone: maps are by far the largest arrays."""
         schema = self.maps.schema
-        maps = [*schema.store_kind.arrays(schema)] if with_maps else []
-        wanted = [(self.of_maps, maps), (self.of_predictions, ["logits"])]
-        if self.of_maps is None and self.of_predictions is None:
-            wanted = [(None, [*maps, "logits"])]  # in one read
+        arrays = [*schema.store_kind.arrays(schema)] if with_maps else []
+        wanted = [
+            (self.maps, self.of_maps, arrays),
+            (self.predictions, self.of_predictions, ["logits"]),
+        ]
+        if self.maps is self.predictions and self.of_maps is None and self.of_predictions is None:
+            wanted = [(self.maps, None, [*arrays, "logits"])]  # in one read
         reads = []
-        for others, names in wanted:
+        for stored, others, names in wanted:
             images = batches if others is None else [others[image_ids] for image_ids in batches]
-            entries = [image_ids * self.views + view for image_ids in images]
-            reads.append(self.maps.prefetch(entries, names=names))
+            views = stored.schema.views
+            # a store of the images themselves says the same of every view
+            entries = [image_ids * views + view % views for image_ids in images]
+            reads.append(stored.prefetch(entries, names=names))
         for parts in zip(*reads, strict=True):
             yield {name: array for part in parts for name, array in part.items()}
 
@@ -329,7 +397,7 @@ class StoredOfEpoch:
     def __init__(self, stores: Sequence[StoredImages], epoch: int, with_maps: bool) -> None:
         self.stores = stores
         self.with_maps = with_maps
-        views = stores[0].views
+        views = stores[0].views(with_maps)
         self.view = epoch % views if views > 1 else None
 
     def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:

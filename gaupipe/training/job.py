@@ -144,8 +144,9 @@ class Training:
     identity: Identity
     unlabelled: bool = False
     """An epoch has the images without labels too."""
-    source_of_maps: tuple[str, str] | None = None
-    """(url, sha256 of its teacher) of the store that the student learns from, if any."""
+    sources: Sequence[tuple[str, str]] = ()
+    """(url, sha256 of its teacher) of the stores that the student learns from: of the maps, and of
+    the predictions where those are of a second one."""
     stop_accuracy: float | None = None
     """The accuracy on the training images that ends the training of a teacher."""
     remarks: Sequence[str] = ()

@@ -233,6 +233,10 @@ def phase_b(
     maps: Annotated[
         str | None, option("--maps PATH-OR-URL", "The store.", "maps.zarr in the run directory")
     ] = None,
+    predictions: Annotated[
+        str | None,
+        option("--predictions PATH-OR-URL", "A second store, of the predictions.", "the store"),
+    ] = None,
     distill: Annotated[
         bool, option("--distill/--no-distill", "--no-distill trains on the labels alone.")
     ] = True,
@@ -250,11 +254,13 @@ def phase_b(
         name=name,
         overrides=changes,
         maps_url=maps,
+        predictions_url=predictions,
         resume=resume,
         distilled=distill,
     )
-    if request.store_url is not None:
-        check_store(request.store_url)
+    for url in (request.store_url, request.predictions_url):
+        if url is not None:
+            check_store(url)
     with starts("phase B", request.settings, request.folder):
         from stages import phase_b as stage
 

@@ -38,7 +38,7 @@ from gaupipe.vit.capture import Traced, trace
 from gaupipe.vit.heads import classifies, length_of_features, names_of_tokens, probabilities
 from stages.look.removal import Tested, without_patches
 from stages.runs.directory import RunDirectory
-from stages.runs.students import recorded_store
+from stages.runs.students import recorded_stores
 from stages.runs.trained import load_student, open_maps
 
 CPU = torch.device("cpu")
@@ -335,7 +335,7 @@ class StudentMaps(LiveMaps):
         self.store = open_maps(student, data)
         if self.store is not None and not self.store.schema.has_maps:
             self.store = None
-        learned = student.distilled and recorded_store(student.folder) is None
+        learned = student.distilled and not recorded_stores(student.folder)
         self.shares_maps = not settings.phase_a.kind.stored and learned and self.store is None
 
         self._teacher_maps: MapReader | ConstantMaps

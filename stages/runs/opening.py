@@ -120,16 +120,17 @@ def make_folder(request: StudentRequest, job: Training) -> None:
 
 def write_request(folder: Path, job: Training) -> None:
     """Writes what a student's training was asked for: config.yaml, and maps.json with the url of
-    its maps and the sha256 of their teacher. The path of a store beside the student is relative, so
-    that both may be moved."""
+    each store that it learns from and the sha256 of its teacher. The path of a store beside the
+    student is relative, so that both may be moved."""
     write_whole(folder / "config.yaml", dump(job.settings))
-    if job.source_of_maps is not None:
-        url, teacher_sha256 = job.source_of_maps
+    sources = []
+    for url, teacher_sha256 in job.sources:
         if "://" not in url:
             inside = Path(os.path.abspath(url)).is_relative_to(folder.absolute().parents[1])
             url = os.path.relpath(url, folder) if inside else os.path.abspath(url)
-        source = {"url": url, "teacher_sha256": teacher_sha256}
-        write_whole(folder / "maps.json", json.dumps(source) + "\n")
+        sources.append({"url": url, "teacher_sha256": teacher_sha256})
+    if sources:
+        write_whole(folder / "maps.json", json.dumps(sources) + "\n")
 
 
 def begin_run(run: RunDirectory, settings: Settings, data: ImageData) -> None:

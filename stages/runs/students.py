@@ -33,6 +33,7 @@ class StudentRequest:
     run          whose student it is; None for one outside of a run, as in a comparison
     teacher_run  the run whose phase A it learns from; None for the baseline
     maps_url     the attention-map store; None is the teacher's own
+    predictions_url  a second store, of the predictions; None where the first one has them
     resume       continues from the last checkpoint
     begins_run   the run begins with this student, if it has not begun
     instead      what to do where the folder is taken
@@ -43,6 +44,7 @@ class StudentRequest:
     run: RunDirectory | None = None
     teacher_run: RunDirectory | None = None
     maps_url: str | None = None
+    predictions_url: str | None = None
     resume: bool = False
     begins_run: bool = False
     instead: str = "--name NAME trains another student beside it"
@@ -77,6 +79,7 @@ def resolve(
     overrides: Overrides = (),
     now: Settings | None = None,
     maps_url: str | None = None,
+    predictions_url: str | None = None,
     resume: bool = False,
     distilled: bool = True,
 ) -> StudentRequest:
@@ -89,6 +92,7 @@ def resolve(
     now         says on which device, and whatever else may change at any time; None is as the
                 student, or else the run, began
     maps_url    the attention-map store; None is the run's own
+    predictions_url  a second store whose predictions are learned; None is that of the maps
     resume      continues from the last checkpoint, or starts where there is none; without it an
                 existing student is refused
     distilled   False trains the baseline, the same model on the labels alone
@@ -99,11 +103,12 @@ def resolve(
     before = run.settings()
     named = name if name is not None else student or before.model.attention
     check_name(named)
-    if maps_url is not None and not (maps_url and distilled):
-        raise UserError(
-            f"--maps {maps_url!r}: should be the path or URL of a store, and is not for a "
-            "training on the labels alone (--no-distill)"
-        )
+    for option, url in (("--maps", maps_url), ("--predictions", predictions_url)):
+        if url is not None and not (url and distilled):
+            raise UserError(
+                f"{option} {url!r}: should be the path or URL of a store, and is not for a "
+                "training on the labels alone (--no-distill)"
+            )
     changes = read_overrides(overrides)
     if not distilled:
         check_plain(changes)
@@ -131,11 +136,12 @@ def resolve(
             f"--name {named}: is the name of an attention, and this student's is {attention}: "
             "choose another name"
         )
-    recorded = None
     if resume:
-        recorded = recorded_store(folder)
-    if maps_url is None and recorded is not None:
-        maps_url = recorded[0]
+        recorded = [url for url, _ in recorded_stores(folder)]
+        if maps_url is None and recorded:
+            maps_url = recorded[0]
+        if predictions_url is None and len(recorded) == 2:
+            predictions_url = recorded[1]
     if maps_url is not None and is_place(maps_url, run.maps):
         maps_url = None  # its teacher must be the run's, however the path is written
     request = StudentRequest(
@@ -144,8 +150,14 @@ def resolve(
         run=run,
         teacher_run=run if distilled else None,
         maps_url=maps_url,
+        predictions_url=predictions_url,
         resume=resume,
     )
+    if predictions_url is not None and request.store_url is None:
+        raise UserError(
+            f"--predictions {predictions_url}: comes beside a store of maps, and "
+            f"{settings.phase_a.teacher} has none: name one by --maps"
+        )
     if not resume:
         request.check_free()
     return request
@@ -156,21 +168,23 @@ def is_place(url: str, place: Path) -> bool:
     return "://" not in url and os.path.realpath(url) == os.path.realpath(place)
 
 
-def recorded_store(folder: Path) -> tuple[str, str] | None:
-    """(url, sha256 of its teacher) of the store that the student in ``folder`` learned from, by its
-    maps.json; None for a student that learned from none."""
+def recorded_stores(folder: Path) -> list[tuple[str, str]]:
+    """(url, sha256 of its teacher) of the stores that the student in ``folder`` learned from, by
+    its maps.json: of the maps, and of the predictions where those were of a second one; none for a
+    student without a store."""
     path = folder / "maps.json"
     if not path.is_file():
-        return None
+        return []
     try:
-        learned = json.loads(path.read_bytes())
-        url = str(learned["url"])
-        teacher_sha256 = str(learned["teacher_sha256"])
-        if "://" not in url:
-            url = os.path.normpath(folder / url)
-        return url, teacher_sha256
+        stores = []
+        for learned in json.loads(path.read_bytes()):
+            url = str(learned["url"])
+            if "://" not in url:
+                url = os.path.normpath(folder / url)
+            stores.append((url, str(learned["teacher_sha256"])))
+        return stores
     except (ValueError, TypeError, KeyError, RecursionError):
         raise UserError(
-            f"{path} is damaged: it should name the url and the teacher_sha256 of the store that "
+            f"{path} is damaged: it should list the url and the teacher_sha256 of each store that "
             "the student learned from; remove it"
         ) from None

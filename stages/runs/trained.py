@@ -19,7 +19,7 @@ from gaupipe.teachers.base import MapShape, Teacher, teacher_class
 from gaupipe.vit.saving import load_folder
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory, check_name
-from stages.runs.students import recorded_store
+from stages.runs.students import recorded_stores
 
 
 def load_teacher(
@@ -79,8 +79,8 @@ class TrainedStudent:
     @property
     def has_other_teacher(self) -> bool:
         """True if it learned from another teacher than its run's."""
-        learned = recorded_store(self.folder)
-        return learned is not None and learned[1] != self.run.teacher_digest()
+        learned = recorded_stores(self.folder)
+        return bool(learned) and learned[0][1] != self.run.teacher_digest()
 
 
 def load_student(
@@ -145,8 +145,9 @@ def stores_of(student: TrainedStudent) -> list[tuple[str, str | None]]:
     """(url, sha256 of its teacher) of the stores that a student may have learned from, the
     likeliest first."""
     run = student.run
-    recorded = recorded_store(student.folder)
-    if recorded is None:
+    recorded = recorded_stores(student.folder)
+    if not recorded:
         return [(str(run.maps), run.teacher_digest())]
-    own = (str(run.maps), run.teacher_digest() or recorded[1])
-    return [recorded, own] if recorded[1] == own[1] else [recorded]
+    maps = recorded[0]
+    own = (str(run.maps), run.teacher_digest() or maps[1])
+    return [maps, own] if maps[1] == own[1] else [maps]
