@@ -168,6 +168,7 @@ def outputs(
             if made.logits is not None:
                 named["logits"] = made.logits
             else:
+                assert not teacher.predicts  # or zeros would count as predictions
                 named["logits"] = torch.zeros(len(batch), schema.num_classes)
             if schema.features_dim is not None:
                 assert made.features is not None  # the teacher has some
