@@ -444,12 +444,13 @@ def test_a_store_is_verified_by_the_views_that_it_says(run):
 
 
 @pytest.mark.parametrize("predicts", [True, False])
-def test_nothing_is_learned_from_a_store_without_predictions(run, monkeypatch, predicts):
+def test_nothing_is_learned_from_a_store_without_predictions(run, monkeypatch, predicts, capsys):
     """Its logits are zeros, from which a loss can be computed all the same."""
     write_store(run, {"kind": "topk"})
     monkeypatch.setattr(StoreNotes, "has_predictions", predicts)
     settings = ["phase_b.alpha=0.5", "phase_b.beta=1", "train.epochs=1"]
     [epoch] = phase_b.run(run, name="x", overrides=settings)
+    assert ("so phase_b.alpha is 0" in capsys.readouterr().err) != predicts
     phase = RunDirectory(run).student_settings("x").phase_b
     assert phase.alpha == 0.5 * predicts and (epoch["loss_soft"] is not None) == predicts
     expected = epoch["loss_hard"] + phase.gamma * epoch["loss_feat"]

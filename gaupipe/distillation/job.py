@@ -155,6 +155,8 @@ def build_distilled(
     remarks = remarks_on_maps(settings, maps.schema, student)
     predicts = StoreNotes.of(predictions.schema).has_predictions
     if not predicts:
+        if settings.phase_b.alpha:
+            remarks.append("its teacher predicts nothing, so phase_b.alpha is 0")
         settings = without_predictions(settings)
     phase = settings.phase_b
     if unlabelled is not None:
@@ -289,12 +291,10 @@ def identity_of_predictions(schema: store.Schema) -> Identity:
 def remarks_on_maps(
     settings: Settings, schema: store.Schema, student: VisionTransformer
 ) -> list[str]:
-    """Lines about what of a store, and of its teacher, the student does not get."""
+    """Lines about what of a store's maps, and of their teacher, the student does not get."""
     phase = settings.phase_b
     augment = settings.augment
     remarks = []
-    if phase.alpha and not StoreNotes.of(schema).has_predictions:
-        remarks.append("its teacher predicts nothing, so phase_b.alpha is 0")
     if schema.has_maps and len(student.blocks) != schema.layers:
         layers = layer_map(phase, len(student.blocks), schema.maps.layers)
         remarks.append(f"its blocks are compared with the stored blocks {layers}")
