@@ -23,14 +23,14 @@ from functools import partial
 import numpy as np
 import timm
 import torch
-from phase_b import SIZES, write_store
+from phase_b import SIZES, queries, write_store
 from timing import record
 from timm.models.vision_transformer import VisionTransformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
-from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, drawn_queries
 from gaupipe.maps.stored import StoredAttention
 from gaupipe.settings import PhaseBSettings
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="64,196", help="of " + ", ".join(map(str, SIZES)))
     parser.add_argument("--maps", default="", help="also phase B: local, or kinds of stores")
     parser.add_argument("--class-token", action="store_true")
-    parser.add_argument("--queries", type=int, default=PhaseBSettings().queries)
+    parser.add_argument("--queries", type=queries, default=PhaseBSettings().queries)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--names", action="store_true", help="operations instead of groups")
@@ -128,7 +128,7 @@ def maps_of(
         local = LocalMaps(MapShape.of(model), [0.8, 2.0] * 6)
         return lambda: local
     maps = write_store(url, tokens, kind)
-    reader = AttentionReader(maps, torch.device("cpu"))
+    reader = StoredAttentionReader(maps, torch.device("cpu"))
     random_numbers = np.random.default_rng(0)
     return lambda: reader.attention(maps.gather(random_numbers.permutation(len(maps))[:batch]))
 

@@ -47,7 +47,7 @@ import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
 from gaupipe import capture
 from gaupipe.attention import STUDENTS
-from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, drawn_queries, soft_loss
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.maps.stored import StoredAttention, StoredRows, select_queries
@@ -134,7 +134,7 @@ def measure(
         forward, with_loss = torch.compile(model), torch.compile(with_loss)
     reader = None
     if maps.schema.has_maps:
-        reader = AttentionReader(maps, device)
+        reader = StoredAttentionReader(maps, device)
     table = np.random.default_rng(0).normal(size=(len(maps), 10)).astype(np.float32)
     waited = 0.0
     drawn = 0

@@ -18,7 +18,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.mixing import Mix
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.job import MapReader, StoredImages, StoredOfEpoch, constant_maps
-from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.losses import ConstantMaps, TeacherMaps
 from gaupipe.maps.gaussians import Geometry
 from gaupipe.system.errors import UserError
@@ -129,14 +129,14 @@ class Run:
         images = schema.num_images // schema.views
         image_ids = check_ids(ids, images, f"images in {self.store.url}")
         stored = self.store.gather(image_ids * schema.views + (view or 0))
-        attention = AttentionReader(self.store, CPU).attention(stored)
+        attention = StoredAttentionReader(self.store, CPU).attention(stored)
         return [attention.map(layer) for layer in range(schema.maps.layers)]
 
     def train_loader(self, epoch: int = 0, *, maps: bool = True) -> Iterator[TrainBatch]:
         """The batches of an epoch, counted from 0: the training images in the order and the views
-        in which phase B sees those with labels, and the maps that it would compare with a student
-        of the run's settings; ``maps`` False leaves them unread. Raises UserError for a run whose
-        students have no teacher, and for a store without maps."""
+        in which phase B sees those with labels, and the maps, of all queries, that it would
+        compare with a student of the run's settings; ``maps`` False leaves them unread. Raises
+        UserError for a run whose students have no teacher, and for a store without maps."""
         self._check_teacher()
         stored = self.settings.phase_a.kind.stored
         if maps and stored and not self.store.schema.has_maps:

@@ -45,14 +45,10 @@ class Line:
     """Of predictions. Both are None beside a teacher with Gaussians and where there is none."""
 
 
-def run_all(
-    settings: Settings, run_dir: Path, attention: str | None = None, *, baseline: bool = True
-) -> list[Line]:
-    """Runs every stage that has not finished in ``run_dir``, with a student of this attention, and
-    returns the lines of the summary table. ``baseline`` False leaves the same ViT without a teacher
-    out."""
-    attention = attention or settings.model.attention
-    settings = settings.with_section("model", attention=attention)
+def run_all(settings: Settings, run_dir: Path, *, baseline: bool = True) -> list[Line]:
+    """Runs every stage that has not finished in ``run_dir`` and returns the lines of the summary
+    table. ``baseline`` False leaves the same ViT without a teacher out."""
+    attention = settings.model.attention
     run_directory = RunDirectory(run_dir)
     students = {True: how_distilled(settings)}
     if baseline:

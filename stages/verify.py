@@ -13,7 +13,7 @@ import torch
 import store
 from gaupipe.data.batches import Batches
 from gaupipe.distillation.export import Exported, decoder, outputs
-from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
@@ -145,7 +145,7 @@ def differing_images(
     if schema.has_maps and not teacher.is_exact:
         # whole maps, as the choice of keys may turn out otherwise on another machine
         names = [name for name in names if name not in schema.store_kind.arrays(schema)]
-        reader = AttentionReader(maps, torch.device("cpu"))
+        reader = StoredAttentionReader(maps, torch.device("cpu"))
         stored_maps = reader.attention(stored)
         teacher_maps = reader.attention(teachers)
         distances = [  # total variation [B] of each block, mean over heads and queries

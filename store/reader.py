@@ -58,7 +58,7 @@ def open(
     ):
         if expected is not None and stored != expected:
             raise StoreError(
-                f"{files.url}: holds maps of another {what} ({stored[:12]}) than asked for "
+                f"{files.url}: is of another {what} ({stored[:12]}) than asked for "
                 f"({expected[:12]}); export the maps of this run"
             )
     return Store(files, layout, manifest, preload_bytes)

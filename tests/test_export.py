@@ -18,7 +18,7 @@ from damage import contents, differing, flip, times
 from exports import SHARD_MB, exported, train, write_store
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.export import lost
-from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.store_choice import choose_store
 from gaupipe.settings.load import load
 from gaupipe.teachers.base import outline
@@ -266,7 +266,7 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
     assert in_process("export-maps", "--run-dir", run)[0] == 0
     maps, job = store.open(run / "maps.zarr"), load_teacher(RunDirectory(run))
     ids = torch.tensor([7, 0, 199])
-    read = AttentionReader(maps, torch.device("cpu")).attention(maps.gather(ids.numpy()))
+    read = StoredAttentionReader(maps, torch.device("cpu")).attention(maps.gather(ids.numpy()))
     torch.testing.assert_close(
         read.gaussians, job.network.gaussians(job.parameters(ids)).detach(), rtol=2e-3, atol=2e-3
     )
@@ -300,7 +300,7 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
     assert small.schema.kind == "prior" and list(small.schema.arrays) == ["logits", "labels"]
     ids = np.array([7, 0, 199])
     read, rows = (
-        AttentionReader(maps, torch.device("cpu")).attention(maps.gather(ids))
+        StoredAttentionReader(maps, torch.device("cpu")).attention(maps.gather(ids))
         for maps in (small, large)
     )
     torch.testing.assert_close(read.gaussians, rows.gaussians, rtol=2e-3, atol=2e-3)

@@ -156,7 +156,12 @@ def train_with_stored_maps(settings: Settings, data: ImageData, folder: Path) ->
     job = build_plain(settings, data)
     maps = stored_maps(folder, settings.export, data, job.student)
     job = distillation.build_distilled(
-        settings, data, job.device, job.student, settings.student_training, maps
+        settings,
+        data,
+        job.device,
+        job.student,
+        settings.student_training,
+        distillation.StoresOfSplit(maps, maps),
     )
     train(job, training_state(job), folder, "")
 

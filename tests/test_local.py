@@ -162,7 +162,7 @@ def local_run(tmp_path_factory) -> Path:
 
     run_dir = tmp_path_factory.mktemp("local") / "run"
     settings = load("digits_expected", [*SMALL, "phase_b.alpha=0.2", "phase_b.gamma=0.25"])
-    run.run_all(settings, run_dir, "attentionx", baseline=False)
+    run.run_all(settings.with_section("model", attention="attentionx"), run_dir, baseline=False)
     return run_dir
 
 

@@ -145,6 +145,7 @@ def test_maps_of_one_store_and_predictions_of_another(two_stores, in_process):
         code, _, error = in_process(*train, *short)
     assert code == 0 and "predicts nothing" not in error
     own, other = store.open(run / "maps.zarr"), store.open(predictions)
+    assert len(read) > 1
     for ids, stored in read:
         name = next(iter(own.schema.store_kind.arrays(own.schema)))
         assert np.array_equal(stored[name], own.gather(ids.numpy())[name])
@@ -153,11 +154,23 @@ def test_maps_of_one_store_and_predictions_of_another(two_stores, in_process):
     learned = json.loads((run / "phase_b/two/maps.json").read_text())
     assert [source["url"] for source in learned] == ["../../maps.zarr", "../../predictions.zarr"]
 
+    scores = json.loads(in_process("evaluate", "--run-dir", run, "--student", "two", "--json")[1])
+    assert "map_kl" in scores and "teacher_agreement" not in scores and "teacher_top1" not in scores
+
     again = ("phase-b", "--run-dir", run, "--name", "two", "--resume", *short)
     code, _, error = in_process(*again)
     assert code == 0, error  # with the stores that it began with
     code, _, error = in_process(*again, "--predictions", run / "maps.zarr")
     assert code == 2 and "the teacher of the predictions" in error
+
+
+def test_a_teacher_without_a_store_needs_one_of_maps_beside(tmp_path, in_process):
+    local = tmp_path / "local"
+    assert in_process("phase-a", "digits", "--teacher", "local", "--run-dir", local)[0] == 0
+    train = ("phase-b", "--run-dir", local, "--predictions", "predictions.zarr")
+    code, out, error = in_process(*train)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert "local has none: name one by --maps" in error
 
 
 def test_a_second_store_that_says_nothing_is_refused(two_stores, in_process):
@@ -204,6 +217,30 @@ def test_each_store_has_views_of_its_own(maps, predictions, tmp_path):
             if with_maps:
                 wanted = first.gather(ids * maps + view % maps)["gaussians"]
                 assert np.array_equal(read["gaussians"], wanted)
+
+
+@pytest.mark.parametrize("control", ["maps", "predictions"])
+def test_two_splits_of_two_stores_with_a_control(control, tmp_path):
+    """Images 0 to 5 are labelled, 6 to 11 are not; a control gives each the maps, or the
+    predictions, of another one of its split."""
+    splits = []
+    for split in ("train", "unlabelled"):
+        first = views_of(tmp_path / split / "maps", 1)
+        second = views_of(tmp_path / split / "predictions", 1, **NO_MAPS)
+        splits.append(job.StoresOfSplit(first, second))
+    phase = PhaseBSettings(**{f"shuffle_{control}": True})
+    images = [job.StoredImages(*stores, phase, seed=0) for stores in splits]
+    ids = np.array([7, 0, 11, 5, 6])
+    [read] = job.StoredOfEpoch(images, 0, with_maps=True).prefetch([ids])
+    for row, image in enumerate(ids):
+        split, own = divmod(image, 6)
+        place = {"maps": own, "predictions": own}
+        place[control] = getattr(images[split], f"of_{control}")[own]
+        maps, predictions = splits[split]
+        wanted = maps.gather(np.array([place["maps"]]))["gaussians"][0]
+        assert np.array_equal(read["gaussians"][row], wanted)
+        wanted = predictions.gather(np.array([place["predictions"]]))["logits"][0]
+        assert np.array_equal(read["logits"][row], wanted)
 
 
 @pytest.mark.parametrize("maps, predictions", [(1, 5), (5, 2)])

@@ -231,7 +231,7 @@ def test_a_decoder_and_codes_of_gaussians_are_read_with_numpy_alone(
     tmp_path, example, changes, raw_numbers
 ):
     torch = pytest.importorskip("torch")
-    from gaupipe.distillation.kinds import AttentionReader
+    from gaupipe.distillation.kinds import StoredAttentionReader
 
     schema, draw = make_schema(**changes), np.random.default_rng(0)
     raw, layers = schema.heads * schema.tokens * raw_numbers, schema.layers
@@ -244,7 +244,7 @@ def test_a_decoder_and_codes_of_gaussians_are_read_with_numpy_alone(
     options = dict(decoder=decoder) if raw_numbers else {}
     write_store(tmp_path / "s", schema, make_arrays(schema), **options)
     maps = store.open(tmp_path / "s")
-    attention = AttentionReader(maps, torch.device("cpu")).attention(maps.gather([4]))
+    attention = StoredAttentionReader(maps, torch.device("cpu")).attention(maps.gather([4]))
     ours = torch.stack([attention.map(layer)[0] for layer in range(schema.layers)])
     read = example("read_store")[0].read_map(zarr.open_group(tmp_path / "s", mode="r"), 4)
     np.testing.assert_allclose(read, ours, atol=5e-4)  # our codes are decoded to float16

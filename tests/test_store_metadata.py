@@ -70,5 +70,5 @@ def test_the_decoder_of_someone_else(tmp_path, array, message):
     write_store(tmp_path / "s", schema, make_arrays(schema), decoder=array)
     maps = store.open(tmp_path / "s")
     with pytest.raises(UserError, match=message) as error:
-        kinds.AttentionReader(maps, torch.device("cpu"))
+        kinds.StoredAttentionReader(maps, torch.device("cpu"))
     assert "\n" not in str(error.value)

@@ -225,7 +225,7 @@ def test_a_run_takes_a_teacher_of_another_size_and_stores_what_its_student_compa
             "threads=1",
         ],
     )
-    rows = run_all(settings, tmp_path / "run", "standard", baseline=False)
+    rows = run_all(settings, tmp_path / "run", baseline=False)
     assert np.isfinite(rows[1].val_acc)
     maps = store.open(tmp_path / "run" / "maps.zarr")
     assert (maps.schema.grid, maps.schema.layers, maps.schema.heads) == ((4, 4), 2, 3)

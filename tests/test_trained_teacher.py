@@ -25,7 +25,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import StoredImages, StoredOfEpoch, identity_of_maps
-from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.store_choice import choose_store
 from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.warm_start import start_from_teacher, warm_start
@@ -139,7 +139,7 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
 def test_maps_come_back_from_the_store(run, kind, encoding, k, most):
     write_store(run, {"kind": kind, "encoding": encoding, "k": k})
     maps = store.open(run / "maps.zarr")
-    read = AttentionReader(maps, torch.device("cpu")).attention(maps.gather(np.arange(20)))
+    read = StoredAttentionReader(maps, torch.device("cpu")).attention(maps.gather(np.arange(20)))
     oracle = teachers_maps(run, first_images(run, 20))
     assert oracle.std() > 0.01  # maps that differ from uniform ones
     if k == 3:
@@ -218,7 +218,7 @@ def test_views_are_stored_and_drawn_again(run, drawn):
         batch = next(batches.epoch(epoch, augment, stored))
         assert batch.geometry is None
         oracle = teachers_maps(run, batch.images)
-        read = AttentionReader(maps, torch.device("cpu")).attention(batch.stored)
+        read = StoredAttentionReader(maps, torch.device("cpu")).attention(batch.stored)
         assert (read.map(0) - oracle[:, 0]).abs().max() < 1e-3
         entries = maps.gather(batch.ids.numpy() * views + epoch % views)
         assert np.array_equal(entries["labels"], batch.labels.numpy())
@@ -501,7 +501,7 @@ def test_a_run_begins_its_student_with_a_slice_of_the_teacher(tmp_path, in_proce
         "phase_b.optim={lr: 1.0e-9, min_lr: 0}",
         "phase_b.optim.weight_decay=0",
     )
-    run_all(settings, tmp_path / "run", "standard", baseline=False)
+    run_all(settings, tmp_path / "run", baseline=False)
     folders = ("phase_a/teacher", "phase_b/standard/student")
     teacher, student = (
         timm.create_model(f"local-dir:{tmp_path / 'run' / folder}", pretrained=True)

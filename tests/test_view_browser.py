@@ -18,7 +18,7 @@ from PIL import Image
 
 import store
 from arguments import tiny
-from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import save_student
 from gaupipe.settings.load import load
@@ -101,7 +101,7 @@ def exact_rows(url: str) -> np.ndarray:
     """[L, H, T, T] of image 0, all but whole maps computed in float64."""
     maps = store.open(url)
     kind, stored = maps.schema.kind, maps.gather(np.array([0]))
-    attention = AttentionReader(maps, torch.device("cpu")).attention(stored)
+    attention = StoredAttentionReader(maps, torch.device("cpu")).attention(stored)
     if kind == "topk":
         keys, weights = stored["keys"][0].astype(int), stored["weights"][0].astype(float)
         rest = (1 - weights.sum(-1, keepdims=True)).clip(0) / (20 - keys.shape[-1])

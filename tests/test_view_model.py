@@ -387,9 +387,9 @@ def test_a_store_of_a_model_round_trips(viewer, model, pictures, tmp_path, in_pr
     first, second = opened.page("train", "", "id", None, 0).items
     assert second.title == "b.png" and first.label is None and opened.pixels(1)
     # from patches to patches, renormalised, as a student's are
-    from gaupipe.distillation.kinds import AttentionReader
+    from gaupipe.distillation.kinds import StoredAttentionReader
 
-    reader = AttentionReader(store.open(url), torch.device("cpu"))
+    reader = StoredAttentionReader(store.open(url), torch.device("cpu"))
     patches = reader.attention(store.open(url).gather(np.array([1]))).map(0)[0]
     expected = maps[0, :, 3:, 3:] / maps[0, :, 3:, 3:].sum(-1, keepdim=True)
     np.testing.assert_allclose(patches, expected, atol=2e-2)

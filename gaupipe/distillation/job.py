@@ -18,7 +18,7 @@ import store
 from gaupipe.data.batches import Batch
 from gaupipe.data.mixing import mixed_targets
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.losses import (
     ConstantMaps,
     FeatureLoss,
@@ -125,7 +125,7 @@ class MapReader:
         self.layers = layer_map(phase, len(student.blocks), maps.schema.maps.layers)
         self.heads = phase.head_map
         self.grid = tuple(student.patch_embed.grid_size)
-        self.reader = AttentionReader(maps, device)
+        self.reader = StoredAttentionReader(maps, device)
 
     def of(self, batch: Batch) -> TeacherMaps:
         """The maps of a batch."""
@@ -285,6 +285,7 @@ def identity_of_predictions(schema: store.Schema) -> Identity:
         "the teacher of the predictions": schema.teacher_sha256,
         "the views of the predictions": schema.views,
         "a probe predicts": StoreNotes.of(schema).probe,
+        "the precision of the predictions": StoreNotes.of(schema).precision,
     }
 
 
@@ -316,7 +317,7 @@ def check_views(schema: store.Schema, settings: Settings, image_size: int, url: 
     views = StoreNotes.of(schema).views
     if views is not None and views != Drawing.of(settings, image_size):
         raise UserError(
-            f"{url}: holds maps of views drawn with another augmentation, seed or image size: "
+            f"{url}: holds views drawn with another augmentation, seed or image size: "
             "phase B must draw the same; change it back, or export again"
         )
 
@@ -325,12 +326,12 @@ def check_second_store(stored: StoresOfSplit, phase: PhaseBSettings) -> None:
     """Raises UserError for a store of predictions that is not needed beside that of the maps, or
     that lacks views of theirs."""
     maps, predictions = stored
-    where = f"--predictions {predictions.url}"
+    where = predictions.url
     if not StoreNotes.of(predictions.schema).has_predictions:
         raise UserError(f"{where}: its teacher predicts no classes; leave it out")
     if not phase.alpha:
         raise UserError(f"{where}: phase_b.alpha is 0, so no predictions are learned; set it")
-    if not phase.gamma or not maps.schema.has_maps:
+    if not phase.gamma:
         raise UserError(
             f"{where}: no maps are compared, so one store is enough: --maps {predictions.url}"
         )
@@ -339,7 +340,8 @@ def check_second_store(stored: StoresOfSplit, phase: PhaseBSettings) -> None:
         raise UserError(
             f"{where}: has {count} views of an image and {maps.url} {maps.schema.views}: the "
             "images of an epoch that compares maps are of one view that both have; export "
-            f"2 to {count} views of the maps, or predictions of the images themselves"
+            "predictions of the images themselves or, of a teacher that sees views, "
+            f"2 to {count} views of the maps"
         )
 
 
@@ -392,26 +394,26 @@ class StoredImages:
 
 class StoredOfEpoch:
     """The stored entries of one epoch: of each image its entry for one of the views, which take
-    turns. The ids of the images of several stores follow each other."""
+    turns. The ids of the images of several splits follow each other."""
 
-    def __init__(self, stores: Sequence[StoredImages], epoch: int, with_maps: bool) -> None:
-        self.stores = stores
+    def __init__(self, splits: Sequence[StoredImages], epoch: int, with_maps: bool) -> None:
+        self.splits = splits
         self.with_maps = with_maps
-        views = stores[0].views(with_maps)
+        views = splits[0].views(with_maps)
         self.view = epoch % views if views > 1 else None
 
     def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """As :meth:`store.Store.prefetch`."""
         reads = []
-        members = []  # for each store, for each batch: which of its images lie there
+        members = []  # for each split, for each batch: which of its images lie there
         first = 0
-        for images in self.stores:
+        for images in self.splits:
             here = [(ids >= first) & (ids < first + images.count) for ids in batches]
             mine = [ids[one] - first for ids, one in zip(batches, here, strict=True)]
             reads.append(images.prefetch(mine, self.view or 0, self.with_maps))
             members.append(here)
             first += images.count
-        if len(self.stores) == 1:
+        if len(self.splits) == 1:
             yield from reads[0]
             return
         for number, parts in enumerate(zip(*reads, strict=True)):
@@ -421,7 +423,7 @@ class StoredOfEpoch:
 def joined(
     parts: Sequence[dict[str, np.ndarray]], members: Sequence[np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The arrays [B, ...] of a batch whose images lie in several stores: ``members`` has for each
+    """The arrays [B, ...] of a batch whose images lie in several splits: ``members`` has for each
     of them a mask [B]."""
     arrays = {}
     for name, values in parts[0].items():

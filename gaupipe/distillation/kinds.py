@@ -223,7 +223,7 @@ MAP_KINDS: dict[str, MapKind] = {
 }
 
 
-class AttentionReader:
+class StoredAttentionReader:
     """Makes attention of what is read from a store of ``maps``, on a device. Raises UserError for a
     store without maps, and for a decoder that is not a teacher's."""
 

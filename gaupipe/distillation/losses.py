@@ -186,7 +186,8 @@ class TeacherMaps:
 
 @dataclass
 class ConstantMaps(TeacherMaps):
-    """Maps that are the same for all images and blocks, whatever the batch: made once and kept."""
+    """Maps that are the same for all images and blocks, whatever the batch: made once and kept,
+    where all queries are compared."""
 
     def __post_init__(self) -> None:
         self._made: dict[bool, tuple[Tensor, Tensor]] = {}

@@ -113,7 +113,8 @@ def check_export(export: ExportSettings, teacher: Teacher, prefix: str = "--") -
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
     if not (has_maps and teacher.shows_rows) and (export.grid or export.layers):
         raise UserError(
-            "export.grid and export.layers are for stored maps, not for Gaussians: leave them out"
+            "export.grid and export.layers are for stored maps that are no Gaussians: "
+            "leave them out"
         )
     if has_maps:
         check_shape(export, teacher.shape, prefix)

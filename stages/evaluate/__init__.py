@@ -123,6 +123,8 @@ def run(
     agreement: Agreement = {}
     if maps is not None:
         agreement = teacher_agreement(student.model, maps, data, student.settings)
+        if student.has_other_predictions:  # of another teacher than this store's
+            agreement.pop("teacher_agreement", None)
     names = class_names(student.model, data.num_classes)
     rows = labelled(logits, labels, images, names)
     scores: Scores = {
@@ -181,13 +183,13 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
 
 
 def teacher_of_unseen(student: TrainedStudent, data: ImageData) -> Teacher | str | None:
-    """The run's teacher, if it predicts the classes of unseen images: a trained ViT. Or the reason
+    """The run's teacher, if it predicts the classes of unseen images. Or the reason
     why it is not to be had, where the student learned from another one, or its files have gone."""
     run = student.run
     phase = run.settings().phase_a
     if not phase.kind.predicts_new_images or run.teacher_digest() is None:
         return None
-    if student.has_other_teacher:
+    if student.has_other_teacher or student.has_other_predictions:
         return "the student learned from another teacher than the run's"
     try:
         teacher = load_teacher(run, data)

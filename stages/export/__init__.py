@@ -27,6 +27,7 @@ from stages.export.writing import write
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory, store_of_unlabelled
 from stages.runs.locks import locked
+from stages.runs.students import is_place
 from stages.runs.trained import load_teacher
 
 
@@ -57,7 +58,7 @@ class ExportRequest:
     @property
     def is_own_store(self) -> bool:
         """True if the store is the run's own, which phase B reads unless told otherwise."""
-        return self.place.url == str(self.run.maps)
+        return is_place(self.place.url, self.run.maps)
 
     def check(self) -> None:
         """Raises UserError for options that do not go together."""

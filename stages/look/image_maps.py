@@ -24,7 +24,7 @@ from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.job import MapReader, constant_maps
-from gaupipe.distillation.kinds import AttentionReader
+from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.losses import ConstantMaps, without_keys
 from gaupipe.maps.stored import StoredGaussians
 from gaupipe.maps.views import without_prefix
@@ -116,7 +116,7 @@ class StoredMaps:
     def __init__(self, maps: store.Store) -> None:
         self.store = maps
         schema = maps.schema
-        self._reader = AttentionReader(maps, CPU)
+        self._reader = StoredAttentionReader(maps, CPU)
         self.images = schema.images
         self.grid, self.layers, _ = schema.maps
         self.notes = StoreNotes.of(schema)

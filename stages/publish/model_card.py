@@ -109,9 +109,12 @@ def teacher_of(student: TrainedStudent, settings: Settings) -> str:
     name = settings.phase_a.teacher
     teacher = named_teacher(name)
     if student.has_other_teacher:
-        return "another one than the run's" if name in TEACHERS else teacher
-    if epochs := metrics_in(student.run.phase_a):
+        if name in TEACHERS:
+            teacher = "another one than the run's"
+    elif epochs := metrics_in(student.run.phase_a):
         last = [epochs[-1]["train_acc"], epochs[-1]["val_acc"]]
         reached = " / ".join("-" if one is None else f"{100 * one:.2f} %" for one in last)
         teacher += f"; epochs: {epochs_in(epochs)}; training / validation accuracy: {reached}"
+    if student.has_other_predictions:
+        teacher += "; predictions of another teacher (`gaupipe phase-b --predictions`)"
     return teacher

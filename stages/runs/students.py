@@ -142,7 +142,8 @@ def resolve(
             maps_url = recorded[0]
         if predictions_url is None and len(recorded) == 2:
             predictions_url = recorded[1]
-    if maps_url is not None and is_place(maps_url, run.maps):
+    stored = settings.phase_a.kind.stored
+    if stored and maps_url is not None and is_place(maps_url, run.maps):
         maps_url = None  # its teacher must be the run's, however the path is written
     request = StudentRequest(
         settings,

@@ -3,6 +3,7 @@ top."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,12 +15,13 @@ import store
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.distillation.losses import ConstantMaps, FeatureLoss, drawn_queries
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import choose_precision, prepare_device
-from gaupipe.teachers.base import Teacher, Wanted
+from gaupipe.teachers.base import MapShape, Teacher, Wanted
+from gaupipe.teachers.local import LocalMaps
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
-from gaupipe.vit.forward import forward_with_maps
 
 MEASURED = 1.0
 """Seconds of steps that are measured, after the first, which allocates memory."""
@@ -56,12 +58,24 @@ def student_seconds(
     precision = choose_precision(settings.precision, device, student.num_features)
     dtype = getattr(torch, precision)
 
+    batch = settings.data.batch_size
+    with_maps = sum(gamma > 0 for gamma in gammas)
+    if with_maps:
+        phase = settings.phase_b
+        shape = MapShape.of(student)
+        local = LocalMaps(shape, [1.0] * shape.heads).to(device)
+        queries = drawn_queries(phase.queries, (0, 0, 0), math.prod(shape.grid))
+        if queries is not None:
+            queries = queries.to(device)
+        maps = ConstantMaps(local, [*range(shape.layers)], shape.grid, queries=queries)
+        with_loss = FeatureLoss(student, phase.temperature, phase.divergence)
+
     def step(count: int, with_maps: bool) -> None:
         pixels = torch.randn(count, data.channels, data.image_size, data.image_size, device=device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             if with_maps:
-                logits, log_maps = forward_with_maps(student, pixels)
-                loss = logits.sum() + sum(log_map.exp().sum() for log_map in log_maps)
+                logits, loss_feat = with_loss(pixels, maps)
+                loss = logits.sum() + loss_feat
             else:
                 loss = student(pixels).sum()
         loss.backward()
@@ -69,8 +83,6 @@ def student_seconds(
         optimizer.zero_grad()
         loss.item()  # waits for a GPU
 
-    batch = settings.data.batch_size
-    with_maps = sum(gamma > 0 for gamma in gammas)
     epochs = {False: train.epochs - with_maps, True: with_maps}
     return images * sum(
         count * seconds_per_image(partial(step, with_maps=maps), batch)

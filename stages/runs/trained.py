@@ -78,9 +78,14 @@ class TrainedStudent:
 
     @property
     def has_other_teacher(self) -> bool:
-        """True if it learned from another teacher than its run's."""
+        """True if it learned the maps, or all, of another teacher than its run's."""
         learned = recorded_stores(self.folder)
         return bool(learned) and learned[0][1] != self.run.teacher_digest()
+
+    @property
+    def has_other_predictions(self) -> bool:
+        """True if the predictions that it learned are of a second store."""
+        return len(recorded_stores(self.folder)) == 2
 
 
 def load_student(
