@@ -88,10 +88,8 @@ class StudentLosses(LabelLosses):
             assert self.teacher_maps is not None
             maps = self.teacher_maps.of(batch)
             tokens = self.student.patch_embed.num_patches
-            queries = drawn_queries(self.phase.queries, batch.place, tokens)
-            if queries is not None:
-                queries = queries.to(batch.images.device, non_blocking=True)
-            maps.queries = queries
+            device = batch.images.device
+            maps.queries = drawn_queries(self.phase.queries, batch.place, tokens, device)
             logits, loss_feat = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
         else:
             logits = self.forward_student(batch.images)  # [B, C]

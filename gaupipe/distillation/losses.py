@@ -206,9 +206,14 @@ class ConstantMaps(TeacherMaps):
         return lambda: maps, row_entropy
 
 
-def drawn_queries(count: int | None, place: tuple[int, int, int], tokens: int) -> Tensor | None:
+def drawn_queries(
+    count: int | None,
+    place: tuple[int, int, int],
+    tokens: int,
+    device: torch.device | str = "cpu",
+) -> Tensor | None:
     """The queries whose rows a batch of training compares: ``count`` of so many ``tokens``, every
-    set as likely as any other, int64 [count] in ascending order, on the CPU; None for all.
+    set as likely as any other, int64 [count] in ascending order, on the ``device``; None for all.
 
     ``place`` is the batch's (seed, epoch, number): one draw for all of its images and all ranks,
     because rows of one place lie together in memory."""
@@ -216,7 +221,7 @@ def drawn_queries(count: int | None, place: tuple[int, int, int], tokens: int) -
         return None
     seed, epoch, number = place
     draws = uniforms(seed, epoch, np.array([number]), tokens, QUERIES)[0]
-    return torch.from_numpy(np.sort(draws.argsort()[:count]))
+    return torch.from_numpy(np.sort(draws.argsort()[:count])).to(device, non_blocking=True)
 
 
 class FeatureLoss:

@@ -27,7 +27,6 @@ from stages.export.writing import write
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory, store_of_unlabelled
 from stages.runs.locks import locked
-from stages.runs.students import is_place
 from stages.runs.trained import load_teacher
 
 
@@ -58,7 +57,7 @@ class ExportRequest:
     @property
     def is_own_store(self) -> bool:
         """True if the store is the run's own, which phase B reads unless told otherwise."""
-        return is_place(self.place.url, self.run.maps)
+        return self.run.is_store(self.place.url)
 
     def check(self) -> None:
         """Raises UserError for options that do not go together."""

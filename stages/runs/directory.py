@@ -66,6 +66,11 @@ class RunDirectory:
     def maps(self) -> Path:
         return self.path / "maps.zarr"
 
+    def is_store(self, url: str) -> bool:
+        """True for a path of the run's own store, however it is written; a URL is taken for another
+        one."""
+        return "://" not in url and os.path.realpath(url) == os.path.realpath(self.maps)
+
     def stored(self) -> Path:
         """The run's own store. Raises UserError where the run's teacher has none."""
         if (

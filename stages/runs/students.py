@@ -29,14 +29,14 @@ from stages.runs.directory import RunDirectory, check_name
 class StudentRequest:
     """A student that is to be trained.
 
-    folder       where it lies
-    run          whose student it is; None for one outside of a run, as in a comparison
-    teacher_run  the run whose phase A it learns from; None for the baseline
-    maps_url     the attention-map store; None is the teacher's own
+    folder           where it lies
+    run              whose student it is; None for one outside of a run, as in a comparison
+    teacher_run      the run whose phase A it learns from; None for the baseline
+    maps_url         the attention-map store; None is the teacher's own
     predictions_url  a second store, of the predictions; None where the first one has them
-    resume       continues from the last checkpoint
-    begins_run   the run begins with this student, if it has not begun
-    instead      what to do where the folder is taken
+    resume           continues from the last checkpoint
+    begins_run       the run begins with this student, if it has not begun
+    instead          what to do where the folder is taken
     """
 
     settings: Settings
@@ -143,7 +143,7 @@ def resolve(
         if predictions_url is None and len(recorded) == 2:
             predictions_url = recorded[1]
     stored = settings.phase_a.kind.stored
-    if stored and maps_url is not None and is_place(maps_url, run.maps):
+    if stored and maps_url is not None and run.is_store(maps_url):
         maps_url = None  # its teacher must be the run's, however the path is written
     request = StudentRequest(
         settings,
@@ -162,11 +162,6 @@ def resolve(
     if not resume:
         request.check_free()
     return request
-
-
-def is_place(url: str, place: Path) -> bool:
-    """True for a path that names a place; a URL is taken for another one."""
-    return "://" not in url and os.path.realpath(url) == os.path.realpath(place)
 
 
 def recorded_stores(folder: Path) -> list[tuple[str, str]]:

@@ -59,14 +59,12 @@ def student_seconds(
     dtype = getattr(torch, precision)
 
     batch = settings.data.batch_size
-    with_maps = sum(gamma > 0 for gamma in gammas)
-    if with_maps:
+    compared = sum(gamma > 0 for gamma in gammas)
+    if compared:
         phase = settings.phase_b
         shape = MapShape.of(student)
         local = LocalMaps(shape, [1.0] * shape.heads).to(device)
-        queries = drawn_queries(phase.queries, (0, 0, 0), math.prod(shape.grid))
-        if queries is not None:
-            queries = queries.to(device)
+        queries = drawn_queries(phase.queries, (0, 0, 0), math.prod(shape.grid), device)
         maps = ConstantMaps(local, [*range(shape.layers)], shape.grid, queries=queries)
         with_loss = FeatureLoss(student, phase.temperature, phase.divergence)
 
@@ -83,7 +81,7 @@ def student_seconds(
         optimizer.zero_grad()
         loss.item()  # waits for a GPU
 
-    epochs = {False: train.epochs - with_maps, True: with_maps}
+    epochs = {False: train.epochs - compared, True: compared}
     return images * sum(
         count * seconds_per_image(partial(step, with_maps=maps), batch)
         for maps, count in epochs.items()
