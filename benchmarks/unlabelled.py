@@ -2,15 +2,18 @@
 
     python benchmarks/unlabelled.py prepare CIFAR-10-images CACHE \\
         --teacher local-dir:deit_tiny_in1k
+    python benchmarks/unlabelled.py more CIFAR-10-images CACHE tiny-imagenet-200/train \\
+        --teacher local-dir:deit_tiny_in1k
     python benchmarks/unlabelled.py train CACHE predictions --seed 1
     python benchmarks/unlabelled.py rows
 
 ``prepare`` reads the images once, takes the teacher's features (192 pixels) and attention maps (128
-pixels, 8 x 8 patches) of the images as they are, and writes them to CACHE. ``train`` trains one of
-:data:`ROWS` with one thread and prints it as one line of JSON. Of the training images 3,000 keep
-their labels (300 a class), 2,000 are validation images and 20,000 others have none; 5,000 test
-images are drawn once. Every training begins with the same images; a seed changes the weights at
-the start, the views and the order.
+pixels, 8 x 8 patches) of the images as they are, and writes them to CACHE. ``more`` adds what some
+rows need besides: 20,000 images of other things, and 128 pixels for the teacher. ``train`` trains
+one of :data:`ROWS` with one thread and prints it as one line of JSON. Of the training images 3,000
+keep their labels (300 a class), 2,000 are validation images and 20,000 or 45,000 others have none;
+5,000 test images are drawn once. Every training begins with the same images; a seed changes the
+weights at the start, the views and the order.
 
 Core seconds are the processor's, with those of what the row needs of a teacher: its pass over the
 images, or its own training.
@@ -67,7 +70,16 @@ class Row:
     own: str | None = None
     labels: int = 3_000
     unlabelled: int = UNLABELLED
+    of_other_things: bool = False
+    """The images without labels are Tiny ImageNet's."""
+    teacher_pixels: int = 192
     shuffled: bool = False
+    hard: bool = False
+    """The most probable class in place of the probabilities."""
+    soft_temperature: float = 1.0
+    label_weight: float = 0.0
+    """The labels' share of the loss, of which the predictions have the rest; 0: the share of the
+    labelled images, so that all images count the same."""
     maps: str | None = None
     """Whose maps are learned: deit's, or a Gaussian ViT's."""
     of_other_images: bool = False
@@ -109,6 +121,17 @@ ROWS = {
     "narrow ResNet, predictions": Row(targets="deit", network="resnet", lr=0.016),
     "300 labels": Row(epochs=200, labels=300),
     "300 labels, predictions": Row(targets="deit", labels=300),
+    "1,000 labels": Row(epochs=90, labels=1_000),
+    "1,000 labels, predictions": Row(targets="deit", labels=1_000),
+    "predictions, teacher at 128 pixels": Row(targets="deit", teacher_pixels=128),
+    "predictions of 45,000 images, teacher at 128 pixels": Row(
+        targets="deit", teacher_pixels=128, unlabelled=45_000
+    ),
+    "predictions of other things": Row(targets="deit", of_other_things=True),
+    "predictions, the most probable class": Row(targets="deit", hard=True),
+    "predictions, temperature 2": Row(targets="deit", soft_temperature=2),
+    "predictions, labels' weight .3": Row(targets="deit", label_weight=0.3),
+    "predictions, labels' weight .5": Row(targets="deit", label_weight=0.5),
     "residual stem, labels": Row(epochs=30, network="residual"),
     "residual stem, predictions": Row(targets="deit", network="residual"),
     "conv stem, as many core seconds": Row(epochs=18, targets="deit"),
@@ -136,6 +159,11 @@ def main() -> None:
     prepare_command.add_argument("folder", type=Path, help="train/CLASS/*.jpg and test/CLASS/*.jpg")
     prepare_command.add_argument("cache", type=Path)
     prepare_command.add_argument("--teacher", required=True)
+    more_command = commands.add_parser("more")
+    more_command.add_argument("folder", type=Path)
+    more_command.add_argument("cache", type=Path)
+    more_command.add_argument("others", type=Path, help="any images of other things")
+    more_command.add_argument("--teacher", required=True)
     train_command = commands.add_parser("train")
     train_command.add_argument("cache", type=Path)
     train_command.add_argument("row")
@@ -149,6 +177,8 @@ def main() -> None:
     elif arguments.command == "prepare":
         arguments.cache.mkdir(parents=True, exist_ok=True)
         prepare(arguments.folder, arguments.cache, arguments.teacher)
+    elif arguments.command == "more":
+        prepare_more(arguments.folder, arguments.cache, arguments.others, arguments.teacher)
     else:
         row = ROWS[arguments.row]
         changes = {}
@@ -181,7 +211,37 @@ def prepare(folder: Path, cache: Path, teacher: str) -> None:
     (cache / "seconds.json").write_text(json.dumps(seconds))
 
 
-def read_images(folder: Path) -> dict[str, np.ndarray]:
+def prepare_more(folder: Path, cache: Path, others: Path, teacher: str) -> None:
+    images = np.load(cache / "images.npz")
+    every = read_images(folder, unlabelled=45_000)["unlabelled"]
+    assert np.array_equal(every[:UNLABELLED], images["unlabelled"])
+    np.savez(cache / "every_unlabelled.npz", unlabelled=every)
+    np.savez(cache / "others.npz", unlabelled=read_others(others))
+    seconds = json.loads((cache / "seconds.json").read_text())
+
+    def store(name: str, images: np.ndarray, pixels: int) -> None:
+        started = time.process_time()
+        np.save(cache / f"{name}_features.npy", features_of(images, teacher, pixels))
+        seconds[f"{name} features"] = time.process_time() - started
+        (cache / "seconds.json").write_text(json.dumps(seconds))
+
+    store("others", np.load(cache / "others.npz")["unlabelled"], 192)
+    store("labelled_128", images["labelled"], 128)
+    store("validation_128", images["validation"], 128)
+    store("unlabelled_128", every, 128)
+
+
+def read_others(folder: Path) -> np.ndarray:
+    """uint8 [N, 32, 32, 3] of as many images, drawn once."""
+    from PIL import Image
+
+    files = sorted(folder.rglob("*.JPEG"))
+    drawn = np.random.default_rng(9).permutation(len(files))[:UNLABELLED]
+    images = [Image.open(files[index]).convert("RGB").resize((32, 32)) for index in drawn]
+    return np.stack([np.asarray(image) for image in images])
+
+
+def read_images(folder: Path, unlabelled: int = UNLABELLED) -> dict[str, np.ndarray]:
     """uint8 [N, 32, 32, 3] of each split and the labels [N] of those that have some. The labelled
     images of 300 labels are the first 30 of each class."""
     from PIL import Image
@@ -202,7 +262,7 @@ def read_images(folder: Path) -> dict[str, np.ndarray]:
     labelled = labelled[np.argsort(number[labelled], kind="stable")]  # class by class, in turns
     validation = np.flatnonzero(number >= last)
     rest = np.flatnonzero((number >= 300) & (number < last))
-    rest = np.random.default_rng(5).permutation(rest)[:UNLABELLED]
+    rest = np.random.default_rng(5).permutation(rest)[:unlabelled]
     test, test_labels = read("test")
     drawn = np.random.default_rng(6).permutation(len(test))[:TEST]
     return {
@@ -265,17 +325,34 @@ class Cache:
 
     folder: Path
     labels_kept: int
+    pixels: int = 192
+    """At which the teacher saw the images."""
+    of_other_things: bool = False
 
     @cached_property
     def images(self) -> dict[str, np.ndarray]:
         return dict(np.load(self.folder / "images.npz"))
 
+    def unlabelled(self, count: int) -> np.ndarray:
+        if self.of_other_things:
+            return np.load(self.folder / "others.npz")["unlabelled"][:count]
+        if count > UNLABELLED:
+            return np.load(self.folder / "every_unlabelled.npz")["unlabelled"][:count]
+        return self.images["unlabelled"][:count]
+
     @cached_property
     def seconds(self) -> dict[str, float]:
         return json.loads((self.folder / "seconds.json").read_text())
 
+    def saved_as(self, split: str) -> str:
+        """The file of a split's features, and the key of their core seconds."""
+        if self.of_other_things and split == "unlabelled":
+            split = "others"
+        return split if self.pixels == 192 else f"{split}_{self.pixels}"
+
     def features(self, split: str) -> np.ndarray:
-        features = np.load(self.folder / f"{split}_features.npy").astype(np.float64)
+        path = self.folder / f"{self.saved_as(split)}_features.npy"
+        features = np.load(path).astype(np.float64)
         return features[: self.labels_kept] if split == "labelled" else features
 
     @cached_property
@@ -305,12 +382,15 @@ class Cache:
     def teacher_seconds(self, row: Row, seed: int) -> float:
         """Of the passes over the images that a training of ``row`` learns from, or of the training
         of the network that predicted."""
-        share = row.unlabelled / UNLABELLED
         seconds = 0.0
         if "deit" in (row.targets, row.own):  # the probe, too, needs the labelled images
-            seconds += self.seconds["labelled features"] * self.labels_kept / 3_000
+            seconds += (
+                self.seconds[f"{self.saved_as('labelled')} features"] * self.labels_kept / 3_000
+            )
         if row.targets == "deit":
-            seconds += share * self.seconds["unlabelled features"]
+            name = self.saved_as("unlabelled")
+            seen = 45_000 if name == "unlabelled_128" else UNLABELLED
+            seconds += self.seconds[f"{name} features"] * row.unlabelled / seen
         for source, split in ((row.targets, "unlabelled"), (row.own, "labelled")):
             if source not in (None, "deit"):
                 seconds += float(np.load(trained_on_labels(self, source, split, seed))["seconds"])
@@ -427,6 +507,9 @@ def targets_of(row: Row, cache: Cache, seed: int) -> Tensor:
         if row.shuffled:
             order = np.random.default_rng(8).permutation(len(predicted))
             predicted = predicted[torch.from_numpy(order)]
+        if row.hard:
+            predicted = F.one_hot(predicted.argmax(-1), CLASSES)
+        predicted = (predicted.log() / row.soft_temperature).softmax(-1)
         targets = torch.cat([targets, predicted])
     return targets.float()
 
@@ -440,7 +523,7 @@ def train(
     targets = targets_of(row, cache, seed)
     images = cache.images["labelled"][: row.labels]
     if row.targets:
-        images = np.concatenate([images, cache.images["unlabelled"][: row.unlabelled]])
+        images = np.concatenate([images, cache.unlabelled(row.unlabelled)])
     if some is not None:
         images, targets = images[some], targets[some]
     network = build(row)
@@ -474,9 +557,11 @@ def train(
                 teacher = TeacherMaps(stored, [0, 1, 2, 3], GRID, geometry=mirror(mirrored))
                 teacher.queries = drawn_queries(row.queries, (seed, epoch, step), 64)
                 logits, divergence = with_maps(batch, teacher)
-                loss = F.cross_entropy(logits, targets[ids]) + row.gamma * divergence
+                loss = row.gamma * divergence
             else:
-                loss = F.cross_entropy(network(batch), targets[ids])
+                logits = network(batch)
+                loss = torch.zeros(())
+            loss = loss + loss_of(row, logits, targets[ids], labelled=ids < row.labels)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -484,6 +569,19 @@ def train(
             total += loss.item()
         losses.append(total / steps)
     return network.eval(), losses
+
+
+def loss_of(row: Row, logits: Tensor, targets: Tensor, labelled: Tensor) -> Tensor:
+    """Mean cross-entropy of a batch, from ``logits`` and to ``targets`` [B, C]. ``labelled`` [B]
+    says which images have a label."""
+    temperature = torch.where(labelled, 1.0, row.soft_temperature)
+    losses = F.cross_entropy(logits / temperature[:, None], targets, reduction="none")
+    losses = losses * temperature**2
+    if row.label_weight:
+        share = row.labels / (row.labels + row.unlabelled)
+        others = (1 - row.label_weight) / (1 - share)
+        losses = losses * torch.where(labelled, row.label_weight / share, others)
+    return losses.mean()
 
 
 def student_batches(images: np.ndarray) -> Iterator[Tensor]:
@@ -510,7 +608,7 @@ def learned_maps(network: nn.Module, images: np.ndarray) -> np.ndarray:
 
 
 def measured(name: str, row: Row, folder: Path, seed: int) -> dict[str, Any]:
-    cache = Cache(folder, row.labels)
+    cache = Cache(folder, row.labels, row.teacher_pixels, row.of_other_things)
     teacher_seconds = cache.teacher_seconds(row, seed)
     started = time.process_time()
     network, losses = train(row, cache, seed)
