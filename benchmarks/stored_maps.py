@@ -3,10 +3,6 @@ they are.
 
     python benchmarks/stored_maps.py               every kind, for CIFAR-10 Atto
     python benchmarks/stored_maps.py --kinds gaussian --rounds 20 --megabytes 1000
-    python benchmarks/stored_maps.py --encoding    only what the encodings do to the maps
-    python benchmarks/stored_maps.py --gather      only how long a batch of 128 images takes, for
-                                                   maps of trained ViTs: every kind and encoding,
-                                                   two sizes of models
 
 A round draws new image ids, and every reader gathers batches of 256 of them, one reader after the
 other: our store, our store preloaded into memory, np.memmap of the same numbers uncompressed in one
@@ -14,8 +10,7 @@ file, and zarr-python on the store's own files, one batch only, also with its fu
 that of zarrs where these are installed. ``taskset -c 0`` leaves them one core. Ratios are taken
 within a round and shown as medians with quartiles. Cold: before each reader's turn its files are
 dropped from the page cache (fsync, then posix_fadvise DONTNEED) and it opens them anew.
-Gaussians are made like a teacher's: smooth over the tokens, plus noise of every image's own. Maps
-of trained ViTs are the softmax of noise and of a preference of each head for keys near the query.
+Gaussians are made like a teacher's: smooth over the tokens, plus noise of every image's own.
 """
 
 from __future__ import annotations
@@ -31,11 +26,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import torch
 import zarr
 import zarr.core.codec_pipeline
 from timing import record, spread
 
 import store
+from gaupipe.maps.gaussians import expected_map
 
 BATCH, BATCHES = 256, 4
 KINDS = {
@@ -44,22 +41,6 @@ KINDS = {
     "embedding": dict(kind="embedding", embedding_dim=256),
     "dense": dict(kind="dense"),
 }
-SIZES = {
-    "Fashion-MNIST": dict(layers=4, heads=4, grid=(7, 7)),
-    "ImageNet-Tiny": dict(layers=8, heads=12, grid=(14, 14), num_classes=1000),
-}
-TRAINED = {
-    "gaussian": dict(kind="gaussian"),
-    "gaussian, uint8": dict(kind="gaussian", encoding="uint8"),
-    "topk, k 4": dict(kind="topk", k=4),
-    "topk, k 4, uint8": dict(kind="topk", k=4, encoding="uint8"),
-    "topk, k 8": dict(kind="topk", k=8),
-    "topk, k 8, uint8": dict(kind="topk", k=8, encoding="uint8"),
-    "dense": dict(kind="dense"),
-    "dense, uint8": dict(kind="dense", encoding="uint8"),
-}
-GATHERED, STORED, DIFFERENT = 128, 256, 8
-"""Images of a batch, images of the store, and how many of these are not copies of others."""
 
 
 def main() -> None:
@@ -71,15 +52,7 @@ def main() -> None:
     parser.add_argument(
         "--megabytes", type=int, default=400, help="numbers in each store before compression"
     )
-    parser.add_argument("--encoding", action="store_true", help="only the error of the encodings")
-    parser.add_argument("--gather", action="store_true", help="only the time of a batch")
     arguments = parser.parse_args()
-    if arguments.gather:
-        print_gathers(arguments.rounds)
-        return
-    if arguments.encoding:
-        print_encodings()
-        return
     for name in arguments.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder:
             bench(name, Path(folder), arguments.rounds, arguments.megabytes * 10**6)
@@ -150,80 +123,6 @@ def open_array(path: Path, pipeline: str) -> Callable:
         return zarr.open_array(path, mode="r").oindex.__getitem__
 
 
-def print_gathers(rounds: int) -> None:
-    """Milliseconds of a clock and of processor time to gather 128 images, the page cache warm."""
-    for size, sizes in SIZES.items():
-        print(
-            f"{size}: bytes an image as numbers and on the disk, {GATHERED} images: ms, ms of CPU"
-        )
-        maps = trained_maps(np.random.default_rng(0), DIFFERENT, **sizes)
-        for name, changes in TRAINED.items():
-            with tempfile.TemporaryDirectory() as folder:
-                schema = make_schema(num_images=STORED, **sizes, **changes)
-                write_trained(Path(folder), schema, maps)
-                reader, times, cpu_times = store.open(folder), [], []
-                reader.gather(np.arange(STORED))
-                for round_ in range(rounds):
-                    ids = np.random.default_rng(round_).permutation(STORED)[:GATHERED]
-                    started, cpu_started = time.perf_counter(), time.process_time()
-                    reader.gather(ids)
-                    times.append(1e3 * (time.perf_counter() - started))
-                    cpu_times.append(1e3 * (time.process_time() - cpu_started))
-                on_disk = reader.size_on_disk() / STORED
-                print(
-                    f"  {name:<18} {schema.bytes_per_image:>10,} {on_disk:>12,.0f}   "
-                    f"{spread(times, ',.1f'):<28} {spread(cpu_times, ',.1f')}",
-                    flush=True,
-                )
-
-
-def trained_maps(
-    rng: np.random.Generator, n: int, layers: int, heads: int, grid: tuple[int, int], **_
-) -> np.ndarray:
-    """[n, layers, heads, T, T] float32."""
-    tokens = grid[0] * grid[1]
-    y, x = np.divmod(np.arange(tokens), grid[1])
-    distance = np.hypot(y[:, None] - y, x[:, None] - x).astype(np.float32)
-    nearness = rng.uniform(0, 1, (layers, heads, 1, 1)).astype(np.float32)
-    maps = rng.standard_normal((n, layers, heads, tokens, tokens), np.float32)
-    maps -= nearness * distance
-    np.exp(maps, out=maps)
-    maps /= maps.sum(-1, keepdims=True)
-    return maps
-
-
-def write_trained(url: Path, schema: store.Schema, maps: np.ndarray) -> None:
-    """A store of copies of these images."""
-    arrays = trained_arrays(schema, maps)
-    writer = store.create(url, schema)
-    for shard in writer.pending():
-        ids = np.arange(shard.start, shard.stop)
-        logits = np.random.default_rng(shard.index).normal(size=(len(ids), schema.num_classes))
-        writer.write(
-            shard,
-            {name: values[ids % len(maps)] for name, values in arrays.items()}
-            | {"labels": ids % 10, "logits": logits},
-        )
-    writer.finish()
-
-
-def trained_arrays(schema: store.Schema, maps: np.ndarray) -> dict[str, np.ndarray]:
-    """What a store of this kind holds of maps [n, L, H, T, T]; Gaussians are drawn, not fitted."""
-    if schema.kind == "dense":
-        return {"maps": maps}
-    if schema.kind == "topk":
-        keys = np.argpartition(-maps, schema.k - 1, axis=-1)[..., : schema.k]
-        weights = np.take_along_axis(maps, keys, axis=-1)
-        order = np.argsort(-weights, axis=-1)
-        return {
-            "keys": np.take_along_axis(keys, order, axis=-1),
-            "weights": np.take_along_axis(weights, order, axis=-1),
-        }
-    rng = np.random.default_rng(0)
-    shape = len(maps), schema.layers, schema.heads, schema.grid[0]
-    return {"gaussians": make_gaussians(rng, *shape)}
-
-
 def drop_from_cache(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
@@ -280,7 +179,7 @@ def make_numbers(schema: store.Schema, n: int, seed: int) -> np.ndarray:
         return gaussians
     maps = np.empty((n, *schema.arrays["maps"].shape[1:]), np.float16)
     for image, values in enumerate(gaussians):
-        maps[image] = expected_maps(values.astype(np.float32), schema.grid[0])
+        maps[image] = expected_map(torch.from_numpy(values), schema.grid).numpy()
     return maps
 
 
@@ -308,83 +207,6 @@ def make_gaussians(
     smooth = coarse.reshape(n, layers, heads, size * size, 4)
     raw = prior + smooth + rng.normal(0, 0.2, (n, layers, heads, size * size, 4))
     return np.concatenate([raw[..., :2], np.exp(raw[..., 2:])], axis=-1).astype(np.float32)
-
-
-def expected_maps(gaussians: np.ndarray, size: int) -> np.ndarray:
-    """The expected attention maps [..., size * size] of Gaussians [..., 4] on a square grid, in
-    their precision."""
-    axes = []
-    for axis in (0, 1):
-        m, s = (
-            (gaussians[..., axis, None] + 1) / 2 * (size - 1),
-            gaussians[..., axis + 2, None] * ((size - 1) / 2),
-        )
-        z = (m - np.arange(size, dtype=gaussians.dtype)) / s
-        r = s * np.exp(-z * z / 2) / np.sqrt(2 * np.pi) + s * z * normal_cdf(z)
-        axes.append(
-            np.concatenate(
-                [
-                    1 - r[..., :1] + r[..., 1:2],
-                    r[..., :-2] - 2 * r[..., 1:-1] + r[..., 2:],
-                    r[..., -2:-1] - r[..., -1:],
-                ],
-                axis=-1,
-            )
-        )
-    return (axes[1][..., :, None] * axes[0][..., None, :]).reshape(
-        *gaussians.shape[:-1], size * size
-    )
-
-
-def normal_cdf(z: np.ndarray) -> np.ndarray:
-    """By interpolation in a fine table: numpy has no error function."""
-    grid = np.linspace(-9, 9, 360_001)
-    density = np.exp(-grid * grid / 2) / np.sqrt(2 * np.pi)
-    table = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2 * (grid[1] - grid[0]))])
-    return np.interp(z, grid, table / table[-1])
-
-
-def print_encodings() -> None:
-    print(
-        f"{'grid':<6} {'stds':<8} {'encoding':<9} {'total variation: mean':>22} "
-        f"{'99th percentile':>16} {'largest':>8}"
-    )
-    for size in (8, 14):
-        for stds, log_std in (("wide", 0.0), ("teacher", None), ("narrow", -3.0)):
-            gaussians = make_gaussians(np.random.default_rng(1), 4, 4, 6, size).astype(np.float64)
-            if log_std is not None:
-                gaussians[..., 2:] = np.exp(
-                    log_std + 0.5 * np.random.default_rng(2).normal(size=gaussians[..., 2:].shape)
-                )
-            for encoding in ("float16", "uint8"):
-                stored = round_trip(gaussians, size, encoding).astype(np.float64)
-                distance = (
-                    np.abs(expected_maps(stored, size) - expected_maps(gaussians, size)).sum(-1) / 2
-                )
-                print(
-                    f"{size}x{size:<4} {stds:<8} {encoding:<9} {distance.mean():>22.5f} "
-                    f"{np.quantile(distance, 0.99):>16.5f} {distance.max():>8.4f}"
-                )
-
-
-def round_trip(gaussians: np.ndarray, size: int, encoding: str) -> np.ndarray:
-    n, layers, heads = gaussians.shape[:3]
-    schema = make_schema(
-        kind="gaussian",
-        num_images=n,
-        grid=(size, size),
-        layers=layers,
-        heads=heads,
-        encoding=encoding,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        writer = store.create(folder, schema)
-        writer.write(
-            writer.shards[0],
-            {"gaussians": gaussians, "logits": np.zeros((n, 10)), "labels": np.zeros(n, int)},
-        )
-        writer.finish()
-        return store.open(folder).gather(np.arange(n))["gaussians"]
 
 
 if __name__ == "__main__":
