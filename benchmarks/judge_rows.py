@@ -112,7 +112,7 @@ def measure(name: str, row: Row, seed: int) -> dict[str, object]:
         place = ["--run-dir", str(run), "--name", student[-1]]
         student_seconds = gaupipe("phase-b", *place, *seeded, *row.student)
     scored = run / f"test-{'-'.join(student[1:])}.csv"
-    gaupipe("evaluate", "--run-dir", str(run), *student, "--test", "--out", str(scored))
+    gaupipe("evaluate", "--run-dir", str(run), *student, "--test", "--alone", "--out", str(scored))
     with scored.open(newline="") as lines:
         right = np.array([line["label"] == line["class"] for line in csv.DictReader(lines)])
     folder = run / "phase_b" / student[-1] if student else run / "plain" / "standard"

@@ -701,6 +701,8 @@ def test_a_student_can_be_scored_without_its_teacher(run, tmp_path):
     vit = shutil.copytree(run / "phase_a" / "teacher", tmp_path / "vit")
     run_all(settings_with(f"phase_a.teacher=local-dir:{vit}"), tmp_path / "next")
     assert "teacher_top1" in evaluate.run(tmp_path / "next")
+    alone = evaluate.run(tmp_path / "next", alone=True)
+    assert not {"teacher_top1", "teacher_agreement", "map_kl"} & set(alone)
     shutil.rmtree(vit)
     scores = evaluate.run(tmp_path / "next")
     assert "teacher_top1" not in scores and scores["teacher_agreement"] <= 1

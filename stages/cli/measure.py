@@ -63,6 +63,9 @@ def evaluate(
     confusion: Annotated[
         Path | None, option("--confusion FILE.png", "Draw the confusion matrix.")
     ] = None,
+    alone: Annotated[
+        bool, option("--alone", "Without its teacher, which sees the images too otherwise.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Accuracy of a trained student, for each class too, and its most confident mistakes.
@@ -84,7 +87,7 @@ def evaluate(
 
     split = "test" if test else "val"
     distilled = False if plain else None
-    options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion}
+    options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion, "alone": alone}
     scores = stage.run(run_dir, student, split=split, distilled=distilled, **options)
     report(scores if as_json else summary(scores), as_json)
     if not as_json:

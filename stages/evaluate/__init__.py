@@ -77,12 +77,14 @@ def run(
     distilled: bool | None = None,
     out: Path | None = None,
     confusion: Path | None = None,
+    alone: bool = False,
 ) -> Scores:
     """Accuracy with its 95 % interval, cross-entropy and calibration error on a split, or on the
     images of a ``folder`` with a folder for each class; the accuracy of each class, the confusion
     matrix (a row for each class, a column for each prediction) and the most confident mistakes.
     Where the run's store is complete and fits the student, also how far student and teacher agree
-    on training images.
+    on training images, and how good a teacher is that knows unseen images; ``alone`` leaves both
+    out, for which the teacher does not see the images.
 
     ``name`` and ``distilled`` are those of :func:`load_student`. The predictions of all images go
     to ``out``, as ``gaupipe predict`` writes them, and a picture of the confusion matrix
@@ -105,8 +107,9 @@ def run(
             if split not in data.splits:
                 raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
             check_data(student, data)
-            maps = open_maps(student, data)
-            teacher = teacher_of_unseen(student, data)
+            if not alone:
+                maps = open_maps(student, data)
+                teacher = teacher_of_unseen(student, data)
     weights = student.folder / "student"
     files = {
         f"{weights}, sha256": saved_sha256(weights),
