@@ -184,8 +184,6 @@ COMMAND_LINE = [
         "run",
         ("--student beleif", f"--student beleif {ATTENTIONS}", "BadParameter"),
         ("--run-dir", "--run-dir", "BadOptionUsage"),
-        ("--set", "--set", "BadOptionUsage"),
-        ("--resume", "--resume", "NoSuchOption"),
         ("absent.yaml", "absent.yaml digits_expected"),
         ("tiny.yaml --run-dir tiny.yaml", "tiny.yaml --run-dir"),
         ("tiny.yaml --run-dir /dev/null", "/dev/null", "FileExistsError"),
@@ -234,7 +232,6 @@ COMMAND_LINE = [
         ("--kind topk --k 99 --overwrite", "--k 99 16"),
         ("--kind predictions --k 3 --overwrite", "--k 3 predictions"),
         ("--kind predictions --encoding uint8 --out new.zarr", "predictions float16", "StoreError"),
-        ("--views 0", "--views 2", "BadParameter"),
         ("--teacher local-dir:absent", f"--teacher local-dir:absent {MAPS} --out"),
         ("--teacher local-dir:absent --out new.zarr", "local-dir:absent absent"),
         ("--teacher nonsense --out new.zarr", "phase_a.teacher nonsense vit local-dir:FOLDER"),
@@ -296,7 +293,6 @@ COMMAND_LINE = [
         ("--resume --set train.epochs=3", f"{CHECKPOINT_B} train.epochs 1 3"),
         ("--name new --epochs 3 --set train.epochs=4", "--epochs 3 --set train.epochs"),
         ("--name new --lr 1 --set train={epochs:1}", "--lr train.optim.lr --set train"),
-        ("--name new --seed -1", "--seed 0", "BadParameter"),
         ("--name new --lr 0", "train.optim.lr 0"),
         ("--student belief2 --resume --name standard", "--name standard belief2"),
     ),
@@ -314,7 +310,6 @@ COMMAND_LINE = [
         ("--student belief", "runs/tiny/phase_b/belief/student phase-b standard"),
         ("--out pictures", "--out pictures"),
         ("--out absent/x.onnx", "--out absent/x.onnx absent"),
-        ("--format torch", "--format torch onnx pt2", "BadParameter"),
     ),
     *options(
         "publish",
@@ -354,7 +349,6 @@ COMMAND_LINE = [
         "view --no-open",
         ("absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
         ("--student belief", "--student belief runs/tiny standard"),
-        ("--port 0", "--port 1", "BadParameter"),
         (f"{MAPS} --html a.html --image 40", "40 0 39"),
         ("shards.zarr --image 40", "40 0 39"),
         ("shards.zarr --html a.txt --image 1", "--html a.txt .html"),
@@ -382,7 +376,6 @@ COMMAND_LINE = [
         (f"{STUDENT}/student ''", "PATHS .", "BadParameter"),
         (f"{STUDENT}/student /dev/null", "/dev/null"),
         (f"{STUDENT}/student pictures --out absent/p.csv", "absent/p.csv absent"),
-        (f"{STUDENT}/student pictures --top 0", "--top 1", "BadParameter"),
         ("local-dir:pictures pictures/train/cat/0.png", "pictures/config.json"),
         ("no_such_model pictures", "no_such_model"),
         ("~nosuchuser/x pictures", "~nosuchuser/x"),
@@ -397,7 +390,6 @@ COMMAND_LINE = [
         "verify",
         ("absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
         ("pictures.yaml --teacher", "pictures.yaml zarr.json", "UnfinishedStore"),
-        (f"{MAPS} --sample 0 --teacher", "--sample 1", "BadParameter"),
         (f"{MAPS} --teacher --run-dir absent", "absent config.yaml"),
         (f"{MAPS} --teacher --run-dir other", f"{MAPS} teacher", "StoreError"),
         ("shards.zarr --teacher", "config.yaml phase-a --run-dir"),
@@ -407,7 +399,6 @@ COMMAND_LINE = [
     Row("view --no-open --run-dir local --html x.html --image 0", "local"),
     *options(
         "plan tiny.yaml",
-        ("--steps -1", "--steps", "NoSuchOption"),
         ("--images 10", "--images --classes"),
         ("--images 10 --classes 2 --set model.name=resnet18", "model.name resnet18"),
         ("--set data.workers=1000000", "--set data.workers 1024 1000000"),
@@ -422,7 +413,6 @@ COMMAND_LINE = [
         ("--seeds 0,x", "--seeds 0,x x"),
         ("--targets nan", "--targets nan 1"),
         ("--targets 84", "--targets 84 1"),
-        ("--jobs 0", "--jobs 1", "BadParameter"),
         ("--row prior", "--row prior distilled"),
         ("--sweep none", "none loss_weights"),
         ("--sweep tiny.yaml", "tiny.yaml"),
@@ -467,8 +457,6 @@ SYNTAX = settings(
     ("seed=2147483648", "--set seed 2147483648"),
     ("threads=3000000000", "--set threads 3000000000"),
     ("seed=[1", "--set seed=[1"),
-    ("data.name=!!timestamp x", "--set data.name=!!timestamp"),
-    ("data.name=!!python/object:os.system x", "--set data.name=!!python/object:os.system"),
     ("seed=\x01", "--set"),
     ("model.args={depth: 1, depth: 2}", "--set depth"),
     ("model.args={depth:1}", "model.args depth:1"),
@@ -689,13 +677,9 @@ FILES = [
         Row("run bad.yaml", f"bad.yaml {names}", write("bad.yaml", content))
         for content, names in (
             ("- seed: 1\n", ""),
-            ("42\n", ""),
             ("null: 1\n", "None"),
-            ("1: 2\n", "1"),
             ("seed: 2026-02-28\n", "seed"),
-            ("seed: 25:61:61\n", "seed"),
             ("data: &a {name: *a}\n", ""),
-            ("seed: 1\nseed: 2\n", "seed 2"),
             ("data: {name: digits, name: folder}\n", "name 1"),
             ("data: " + "[" * 100_000, ""),
             ("seed: " + "9" * 5000, ""),
@@ -706,13 +690,9 @@ FILES = [
     *(
         Row("run bad.yaml", "bad.yaml YAML", write("bad.yaml", content))
         for content in (
-            *("[1]: 2\n", "? {a: 1}\n: 2\n", "<<: {seed: 1}\nseed: 1\nseed: 2\n"),
-            *("seed: !!binary x\n", "seed: !!float x\n", "seed: !!int ''\n", "seed: !x 1\n"),
-            *("seed: !!python/name:os.system\n", "data: *a\n", "data:\n\tname: digits\n"),
-            *("seed: 1\0\n", "\0", "seed: 1\n---\nseed: 2\n", "seed: 1\n  phase_b: 2\n"),
-            *("seed: {\n", "seed: 'x\n", "%YAML 9.9\n---\nseed: 1\n", "seed: 1 # \x1b[31m\n"),
-            *(b"seed: \xff\xfe\n", "seed: 1\n".encode("utf-16"), b"\x89PNG\r\n\x1a\n"),
-            "\ud800".encode("utf-8", "surrogatepass"),
+            *("[1]: 2\n", "<<: {seed: 1}\nseed: 1\nseed: 2\n", "seed: !!binary x\n"),
+            *("seed: !!python/name:os.system\n", "seed: {\n", "seed: 1\n---\nseed: 2\n"),
+            *("seed: 1 # \x1b[31m\n", b"seed: \xff\xfe\n"),
         )
     ),
 ]
@@ -728,7 +708,7 @@ RUNS = [
     ),
     *(
         Row("phase-b", f"{CONFIG} {names}", write(CONFIG, content))
-        for content, names in (("", ""), ("seed: [", "YAML"), (b"\xff\0", "YAML"))
+        for content, names in (("", ""), ("seed: [", "YAML"))
     ),
     *(
         Row(command, names, change)
