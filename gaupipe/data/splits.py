@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,18 +104,6 @@ class Split:
         return images[0].permute(1, 2, 0).numpy()
 
 
-class DataConfig(TypedDict):
-    """How images become what a model trained on them sees, in timm's words."""
-
-    label_names: list[str] | None
-    """Names of the classes, where they have some."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str
-    crop_pct: float
-    crop_mode: str
-
-
 @dataclass
 class ImageData:
     """A data set split into training, validation and (where the source has one) test images."""
@@ -164,8 +152,9 @@ class ImageData:
         return [utf8(name) for name in self.train.source.class_names]
 
     @property
-    def data_config(self) -> DataConfig:
-        """How the images are prepared, and the names of the classes."""
+    def data_config(self) -> dict[str, Any]:
+        """How the images are prepared, in timm's words, and the names of the classes, where they
+        have some."""
         return {
             "label_names": self.class_names or None,
             "mean": self.mean,

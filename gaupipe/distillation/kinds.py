@@ -55,7 +55,7 @@ class MapKind:
         return self.otherwise
 
     def arrays(self, attention: Any, k: int | None, dtype: torch.dtype) -> Arrays:
-        """The arrays of a batch by name, of its :class:`~gaupipe.teachers.base.Attention`, maps in
+        """The arrays of a batch by name, of its :class:`~gaupipe.teachers.base.ShownMaps`, maps in
         ``dtype``."""
         raise NotImplementedError
 

@@ -12,13 +12,12 @@ import torch
 from gaupipe.system.files import flush, naming
 
 
-def save(state: Any, path: Path) -> str:
-    """Writes a file with ``torch.save`` and returns its digest. The bytes are on the disk then;
-    :func:`flush` of the folder brings the name there."""
+def save(state: Any, path: Path) -> None:
+    """Writes a file with ``torch.save``. The bytes are on the disk then; :func:`flush` of the
+    folder brings the name there."""
     with naming(path), path.open("wb") as file:  # torch's own file has other errors than OSError
         torch.save(state, file)
     flush(path)
-    return sha256(path)
 
 
 def check(path: Path) -> None:

@@ -160,15 +160,16 @@ def spare_worker(_number: int) -> None:
     """Called first in a process that reads images. It leaves Ctrl-C and the first SIGTERM to the
     process that trains, and ends with it. torch's own watch is on the fork server, which lives as
     long as its children."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     # only now: one that came while torch was imported is the first, and not the end
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """For a thread: ends this process when the one that started it by multiprocessing is gone."""
     parent = parent_process()
     if parent:
         parent.join()
-        os._exit(1)
+        os._exit(1)  # sys.exit would end this thread alone

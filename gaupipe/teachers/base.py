@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -73,24 +73,11 @@ class MapShape:
         return MapShape(export.grid or self.grid, layers, self.heads)
 
 
-class Attention(Protocol):
-    """The attention of a batch, as a teacher shows it and the kinds of stores take it."""
-
-    @property
-    def blocks(self) -> Iterable[Tensor]:
-        """For each block [B, H, T, T] float32; rows sum to 1."""
-
-    @property
-    def dropped(self) -> Tensor | None:
-        """[L, H]: the mean share of a patch's attention that the maps leave out; None for none."""
-
-    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[B, L, H, T, T], rounded to ``dtype``."""
-
-
 @dataclass(eq=False)
 class ShownMaps:
-    """An :class:`Attention` of maps that are there."""
+    """The attention of a batch, as a teacher shows it and the kinds of stores take it. A teacher
+    that makes its maps when they are asked for has a class of its own with ``blocks``, ``dropped``
+    and ``maps``."""
 
     blocks: Sequence[Tensor]
     """For each block [B, H, T, T] float32, from patches to patches, row by row of the grid; rows
@@ -133,7 +120,7 @@ class Outputs:
     logits: Tensor | None
     """[B, C] float32, log-probabilities; None of a teacher that predicts no classes."""
     attention: Any = None
-    """An :class:`Attention`; None of a teacher that shows none."""
+    """:class:`ShownMaps`, or as these; None of a teacher that shows none."""
     features: Tensor | None = None
     """[B, D] float32, pooled, as its head gets them; None of a teacher without such."""
 

@@ -157,7 +157,8 @@ class ImageState:
         for number, records in self.records.items():
             path = folder / f"rows.{moment}.{number:04d}.pt"
             state = {"steps": self.steps[self.members[number]], "records": records.state_dict()}
-            written[path.name] = digests.save(state, path)
+            digests.save(state, path)
+            written[path.name] = digests.sha256(path)
         flush(folder)
         self.files = distributed.all_gather_dict(written)
         return {"buckets": self.files}

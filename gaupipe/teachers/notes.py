@@ -19,9 +19,8 @@ class Drawing:
     seed: int
     augment: dict[str, Any]
     """The settings ``augment``, as JSON, but for what comes after a view is drawn."""
-    image_size: int | None = None
-    """The student's, in whose pixels shifts and crops are drawn; None in a store of before it was
-    noted, whose views no student is known to draw."""
+    image_size: int
+    """The student's, in whose pixels shifts and crops are drawn."""
 
     @classmethod
     def of(cls, settings: Settings, image_size: int) -> Drawing:

@@ -90,13 +90,14 @@ def predictions_of(predict: Callable[[Batch], Tensor], batches: Batches) -> tupl
     return logits[order], labels[order]
 
 
-def classification_metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> Metrics:
+def classification_metrics(logits: Tensor, labels: Tensor) -> Metrics:
     """top1 and its 95 % interval, top5 (of more than ten classes), loss (cross-entropy) and
     calibration_error of logits [N, C] for labels [N].
 
-    The calibration error is the expected one: over ``bins`` equal intervals of confidence, the mean
-    distance of accuracy from confidence, weighted by the images in the bin.
+    The calibration error is the expected one: over 15 equal intervals of confidence, the mean
+    distance of accuracy from confidence, weighted by the images in the interval.
     """
+    bins = 15
     best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
     right = best[:, 0]
     confidence = logits.softmax(-1).amax(-1)
@@ -125,8 +126,9 @@ def unpacked(digits: str, count: int) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bytes.fromhex(digits), np.uint8))[:count].astype(bool)
 
 
-def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """The 95 % interval of Wilson for a ``share`` of ``count`` independent images."""
+    z = 1.959964
     middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / (1 + z**2 / count)
     return middle - half, middle + half

@@ -1,12 +1,13 @@
-"""The attention map of one call of ``scaled_dot_product_attention``, and a reader that sees every
-such call of a model.
+"""The attention map of one call of ``scaled_dot_product_attention``, a reader that sees every such
+call of a model, and what is captured of a forward pass.
 
 Axis letters: B images, H heads, T tokens (class and register tokens, then patches), Q queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from gaupipe.attention.base import fused_attention, hidden_by
+from gaupipe.system.errors import UserError
 
 
 def attention_map(
@@ -95,6 +97,59 @@ def with_infinities(mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.dtype == torch.bool:
         return mask
     return mask.masked_fill(hidden_by(mask), -torch.inf)
+
+
+class CapturedMaps:
+    """The attention maps of a model's latest forward pass, by the number of the attention.
+
+    blocks   numbers of the attentions whose maps are kept; None keeps all
+    queries  numbers of the tokens whose rows are kept; None keeps all
+    """
+
+    def __init__(self, blocks: Collection[int] | None, queries: Sequence[int] | None) -> None:
+        self.blocks = blocks
+        self.queries = None if queries is None else torch.tensor(list(queries), dtype=torch.int64)
+        self.maps: dict[int, Tensor] = {}
+        self.calls = 0
+        """Attentions of the latest pass until now."""
+        self.watching = False
+        """True while the model itself runs: other models may run beside it."""
+
+    def start(self, *_hook: Any) -> None:
+        self.maps.clear()
+        self.calls = 0
+        self.watching = True
+
+    def stop(self, *_hook: Any) -> None:
+        self.watching = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For an attention that has been counted and may call another one."""
+        self.watching = False
+        try:
+            yield
+        finally:
+            self.watching = True
+
+    @torch.no_grad()
+    def add(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
+        """Counts an attention, and keeps ``make(*args, queries=..., **kwargs)`` if it is wanted.
+        Raises UserError for queries that it has not."""
+        block = self.calls
+        self.calls += 1
+        if self.blocks is not None and block not in self.blocks:
+            return
+        try:
+            self.maps[block] = make(*args, **kwargs, queries=self.queries)
+        except IndexError as error:
+            numbers = [] if self.queries is None else self.queries.tolist()
+            raise UserError(f"queries {numbers}: {error}") from None
+
+    def see(self, *args: Any, **kwargs: Any) -> None:
+        """Adds the map of a call of torch's attention while the model runs."""
+        if self.watching:
+            self.add(attention_map, *args, **kwargs)
 
 
 def use_fused_attention(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ Axis letters: B images, H heads, T tokens (class and register tokens, then patch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,61 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from gaupipe.system.errors import UserError
-from gaupipe.vit.attention_maps import AttentionReader, attention_map
+from gaupipe.vit.attention_maps import AttentionReader, CapturedMaps, attention_map
 from gaupipe.vit.transformers_maps import interface_of_transformers
-
-
-class CapturedMaps:
-    """The attention maps of a model's latest forward pass, by the number of the attention.
-
-    blocks   numbers of the attentions whose maps are kept; None keeps all
-    queries  numbers of the tokens whose rows are kept; None keeps all
-    """
-
-    def __init__(self, blocks: Collection[int] | None, queries: Sequence[int] | None) -> None:
-        self.blocks = blocks
-        self.queries = None if queries is None else torch.tensor(list(queries), dtype=torch.int64)
-        self.maps: dict[int, Tensor] = {}
-        self.calls = 0
-        """Attentions of the latest pass until now."""
-        self.watching = False
-        """True while the model itself runs: other models may run beside it."""
-
-    def start(self, *_hook: Any) -> None:
-        self.maps.clear()
-        self.calls = 0
-        self.watching = True
-
-    def stop(self, *_hook: Any) -> None:
-        self.watching = False
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """For an attention that has been counted and may call another one."""
-        self.watching = False
-        try:
-            yield
-        finally:
-            self.watching = True
-
-    @torch.no_grad()
-    def add(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
-        """Counts an attention, and keeps ``make(*args, queries=..., **kwargs)`` if it is wanted.
-        Raises UserError for queries that it has not."""
-        block = self.calls
-        self.calls += 1
-        if self.blocks is not None and block not in self.blocks:
-            return
-        try:
-            self.maps[block] = make(*args, **kwargs, queries=self.queries)
-        except IndexError as error:
-            numbers = [] if self.queries is None else self.queries.tolist()
-            raise UserError(f"queries {numbers}: {error}") from None
-
-    def see(self, *args: Any, **kwargs: Any) -> None:
-        """Adds the map of a call of torch's attention while the model runs."""
-        if self.watching:
-            self.add(attention_map, *args, **kwargs)
 
 
 @contextlib.contextmanager

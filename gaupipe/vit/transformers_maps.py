@@ -9,29 +9,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from gaupipe.system.errors import UserError
-from gaupipe.vit.attention_maps import attention_map
-
-
-class Captured(Protocol):
-    """What :class:`gaupipe.vit.capture.CapturedMaps` has for those who add maps to it."""
-
-    calls: int
-    watching: bool
-
-    def add(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None: ...
-
-    def paused(self) -> contextlib.AbstractContextManager[None]: ...
+from gaupipe.vit.attention_maps import CapturedMaps, attention_map
 
 
 @contextlib.contextmanager
-def interface_of_transformers(captured: Captured) -> Iterator[None]:
+def interface_of_transformers(captured: CapturedMaps) -> Iterator[None]:
     """Adds the maps of the attention functions of transformers, where that is imported."""
     utilities = sys.modules.get("transformers.modeling_utils")
     if utilities is None:
@@ -54,7 +43,7 @@ def interface_of_transformers(captured: Captured) -> Iterator[None]:
 
 
 def _seen(
-    function: Callable[..., Any], implementation: str, captured: Captured
+    function: Callable[..., Any], implementation: str, captured: CapturedMaps
 ) -> Callable[..., Any]:
     """An attention ``function`` of transformers that adds its map to those captured.
 

@@ -29,6 +29,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.messages import show_messages
 from gaupipe.system.progress import EpochMetrics, epochs_in, read_metrics, total_seconds
+from gaupipe.system.signals import end_with_parent
 from gaupipe.training.scores import packed, predictions
 from gaupipe.training.state import val_acc
 from stages import export, phase_a, phase_b
@@ -131,14 +132,7 @@ def _start_worker(jobs: int, imports: Sequence[Path]) -> None:
     show_messages()  # into the logs of trainings
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     machine.jobs = jobs
-
-    def watch() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)  # sys.exit would end this thread alone
-
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     for file in imports:  # attentions of the user's own, which this process does not know yet
         import_file(file)
 
