@@ -149,58 +149,47 @@ class Batches:
         store is read by the very ids of each batch. Images of which a view is ``stored`` are drawn
         as :meth:`views` draws it: nothing has moved between them.
         """
-        order = self.buckets.epoch(augment.seed, number, self.batch_size)[first:]
-        labelled = None
+        seed = augment.seed
+        order = self.buckets.epoch(seed, number, self.batch_size)
+        whole_sizes = self.buckets.batch_sizes(self.batch_size)  # over all ranks
+        labelled: Sequence[int | None] = [None] * len(order)
         if self.split.labelled < len(self.split):
-            labelled = self.buckets.counts_below(
-                self.split.labelled, augment.seed, number, self.batch_size
-            )[first:]
+            labelled = self.buckets.counts_below(self.split.labelled, seed, number, self.batch_size)
         view = None if stored is None else stored.view
-        drawn = number
-        if view is not None:  # as it was drawn for the store, whatever the epoch
-            drawn = view
-        batches = [np.concatenate([*parts.values()]) for parts in order]
-        whole_sizes = self.buckets.batch_sizes(self.batch_size)[first:]  # over all ranks
-        draws = [np.full(len(ids), drawn) for ids in batches]
-        wanted = requests(self.split, batches, augment, draws)
+        # a stored view is drawn as it was for the store, whatever the epoch
+        drawn_epoch = number if view is None else view
+        batches = [np.concatenate([*members.values()]) for members in order[first:]]
+        draws = [np.full(len(ids), drawn_epoch) for ids in batches]
         # crops of the full files are drawn anew in each epoch, so nothing is kept for them
         self.data.keep(None if augment.settings.full_size else self.split, number)
-        loads = self._timed(self.loader(wanted), "data")
-        reads = None
+        loads = self._timed(self.loader(requests(self.split, batches, augment, draws)), "data")
+        reads: Iterable[dict[str, np.ndarray] | None] = [None] * len(batches)
         if stored is not None:
             reads = self._timed(stored.prefetch(batches), "maps")
-        for step, loaded in enumerate(loads):
-            arrays = None
-            if reads is not None:
-                arrays = next(reads)  # by the same ids in the same order as the images
-            ids = loaded.ids
+        steps = range(first, len(order))
+        for step, ids, loaded, arrays in zip(steps, batches, loads, reads, strict=True):
+            drawn_ids = self.split.drawn_ids(ids)
             pixels = self._on_device(loaded.images)
-            drawn_ids = self.split.drawn_ids(batches[step])
-            views, geometry = augment(pixels, drawn_ids, drawn, loaded.crop_geometry)
+            views, geometry = augment(pixels, drawn_ids, drawn_epoch, loaded.crop_geometry)
             if view is not None:
                 geometry = None  # the stored maps are of this very view
-            # images are mixed within their bucket: a partner may not depend on the world size;
-            # and with their kind, because half of a target says nothing
-            sizes = {bucket: len(members) for bucket, members in order[step].items()}
-            buckets = np.repeat([*sizes], [*sizes.values()])
-            groups = 2 * buckets + (batches[step] >= self.split.labelled)
+            # a partner of another bucket would depend on the world size, and of one that has no
+            # label half of a target says nothing
+            kinds = np.stack([self.buckets.of(ids), ids < self.split.labelled], axis=1)
             images, mixed = mix(
-                self._normalised(views), drawn_ids, augment.seed, number, augment.settings, groups
+                self._normalised(views), drawn_ids, seed, number, augment.settings, kinds
             )
-            whole_size = None
-            if whole_sizes[step] != len(ids):
-                whole_size = whole_sizes[step]
             yield Batch(
                 images,
                 self._on_device(loaded.labels),
-                ids,
+                loaded.ids,
                 geometry=geometry,
                 mixed=mixed,
                 stored=arrays,
-                parts=[*sizes.items()],
-                whole_size=whole_size,
-                whole_labelled=None if labelled is None else labelled[step],
-                place=(augment.seed, number, first + step),
+                parts=[(bucket, len(members)) for bucket, members in order[step].items()],
+                whole_size=whole_sizes[step],
+                whole_labelled=labelled[step],
+                place=(seed, number, step),
             )
 
     def views(self, entries: np.ndarray, augment: Augment, count: int) -> Iterator[Batch]:

@@ -66,17 +66,17 @@ def mix(
     seed: int,
     epoch: int,
     settings: AugmentSettings,
-    groups: np.ndarray | None = None,
+    kinds: np.ndarray | None = None,
 ) -> tuple[Tensor, Mix | None]:
     """Mixup and CutMix of a batch: (mixed images, what was mixed), or the images and None when both
     are off.
 
     images      floating point [B, C, height, width], normalised or not: mixing is linear
     image_ids   int64 [B], as :meth:`gaupipe.data.splits.Split.drawn_ids` gives them
-    groups      int64 [B]: images are mixed with others of their group; all are one by default
+    kinds       [B, N] numbers: images are mixed with those that are alike in all N; None for all
 
     The images of a batch are put in an order drawn from (seed, epoch, image id), and each is mixed
-    with the next of its group: partners depend on which images are in the batch, not on their
+    with the next of its kind: partners depend on which images are in the batch, not on their
     places, and none is its own unless it is alone. Mixup (arXiv 1710.09412) is share * own +
     (1 - share) * partner; CutMix (arXiv 1905.04899) puts a box of the partner over the image, of
     the drawn area, its centre anywhere and the part outside cut off; its share is the area that
@@ -86,10 +86,10 @@ def mix(
         return images, None
     pairing = uniforms(seed, epoch, image_ids, 1, PAIRING)[:, 0]
     partner = np.empty(len(image_ids), dtype=np.int64)
-    if groups is None:
-        groups = np.zeros(len(image_ids), dtype=np.int64)
-    for group in np.unique(groups):
-        members = np.flatnonzero(groups == group)
+    if kinds is None:
+        kinds = np.zeros((len(image_ids), 1))
+    for kind in np.unique(kinds, axis=0):
+        members = np.flatnonzero((kinds == kind).all(axis=1))
         # by the draws, and equal ones by id: the places in the batch play no part
         order = members[np.lexsort((np.asarray(image_ids)[members], pairing[members]))]
         partner[order] = np.roll(order, -1)
