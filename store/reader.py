@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -150,17 +150,7 @@ class Store:
         thread."""
         if names is not None:
             names = list(names)  # it is read once for each batch
-        waiting: collections.deque[Any] = collections.deque()
-        with ThreadPoolExecutor(1, "gaupipe-store") as pool:
-            try:
-                for image_ids in batches:
-                    waiting.append(pool.submit(self.gather, image_ids, names))
-                    if len(waiting) > depth:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:  # a caller that stops early waits for no read but the one that runs
-                pool.shutdown(wait=False, cancel_futures=True)
+        return read_ahead(functools.partial(self.gather, names=names), batches, depth)
 
     def decoder(self) -> dict[str, np.ndarray]:
         """The decoder's arrays of a store of kind 'embedding' or 'prior'; empty for other kinds."""
@@ -286,3 +276,23 @@ class Store:
             image_id,
             name,
         )
+
+
+def read_ahead(
+    gather: Callable[[np.ndarray], dict[str, np.ndarray]],
+    batches: Iterable[np.ndarray],
+    depth: int = 2,
+) -> Iterator[dict[str, np.ndarray]]:
+    """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a
+    thread."""
+    waiting: collections.deque[Any] = collections.deque()
+    with ThreadPoolExecutor(1, "gaupipe-store") as pool:
+        try:
+            for image_ids in batches:
+                waiting.append(pool.submit(gather, image_ids))
+                if len(waiting) > depth:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:  # a caller that stops early waits for no read but the one that runs
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -45,6 +45,7 @@ from gaupipe.training.job import (
     make_training,
 )
 from gaupipe.training.state import Identity
+from store.reader import read_ahead
 
 PRELOAD_BYTES = 2 * 10**9
 """The size of the largest store that is read into memory whole."""
@@ -366,28 +367,28 @@ class StoredImages:
             return self.maps.schema.views
         return self.predictions.schema.views
 
-    def prefetch(
-        self, batches: Sequence[np.ndarray], view: int, with_maps: bool
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """As :meth:`store.Store.prefetch`, by image ids, of one of the views. Without ``with_maps``
-        predictions are read alone: maps are by far the largest arrays."""
+    def gather(self, image_ids: np.ndarray, view: int, with_maps: bool) -> dict[str, np.ndarray]:
+        """The stored arrays of one of the views of these images. Without ``with_maps`` predictions
+        are read alone: maps are by far the largest arrays."""
         schema = self.maps.schema
-        arrays = [*schema.store_kind.arrays(schema)] if with_maps else []
-        wanted = [
-            (self.maps, self.of_maps, arrays),
-            (self.predictions, self.of_predictions, ["logits"]),
-        ]
-        if self.maps is self.predictions and self.of_maps is None and self.of_predictions is None:
-            wanted = [(self.maps, None, [*arrays, "logits"])]  # in one read
-        reads = []
-        for stored, others, names in wanted:
-            images = batches if others is None else [others[image_ids] for image_ids in batches]
-            views = stored.schema.views
-            # a store of the images themselves says the same of every view
-            entries = [image_ids * views + view % views for image_ids in images]
-            reads.append(stored.prefetch(entries, names=names))
-        for parts in zip(*reads, strict=True):
-            yield {name: array for part in parts for name, array in part.items()}
+        names = [*schema.store_kind.arrays(schema)] if with_maps else []
+        entries = entries_of(image_ids, self.maps, view, self.of_maps)
+        if self.maps is self.predictions and self.of_maps is self.of_predictions is None:
+            return self.maps.gather(entries, [*names, "logits"])  # in one read
+        maps = self.maps.gather(entries, names)
+        entries = entries_of(image_ids, self.predictions, view, self.of_predictions)
+        return maps | self.predictions.gather(entries, ["logits"])
+
+
+def entries_of(
+    image_ids: np.ndarray, stored: store.Store, view: int, partners: np.ndarray | None
+) -> np.ndarray:
+    """The entries of a view of these images, or of the ``partners`` of these images, in a store."""
+    if partners is not None:
+        image_ids = partners[image_ids]
+    views = stored.schema.views
+    # a store of the images themselves says the same of every view
+    return image_ids * views + view % views
 
 
 class StoredOfEpoch:
@@ -401,35 +402,23 @@ class StoredOfEpoch:
         self.view = epoch % views if views > 1 else None
 
     def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        """As :meth:`store.Store.prefetch`."""
-        reads = []
-        members = []  # for each split, for each batch: which of its images lie there
-        first = 0
-        for images in self.splits:
-            here = [(ids >= first) & (ids < first + images.count) for ids in batches]
-            mine = [ids[one] - first for ids, one in zip(batches, here, strict=True)]
-            reads.append(images.prefetch(mine, self.view or 0, self.with_maps))
-            members.append(here)
-            first += images.count
+        """:meth:`gather` of each batch of image ids, read ahead on a thread."""
+        return read_ahead(self.gather, batches)
+
+    def gather(self, image_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays [B, ...] of these images, which may lie in several splits."""
+        view = self.view or 0
         if len(self.splits) == 1:
-            yield from reads[0]
-            return
-        for number, parts in enumerate(zip(*reads, strict=True)):
-            yield joined(parts, [here[number] for here in members])
-
-
-def joined(
-    parts: Sequence[dict[str, np.ndarray]], members: Sequence[np.ndarray]
-) -> dict[str, np.ndarray]:
-    """The arrays [B, ...] of a batch whose images lie in several splits: ``members`` has for each
-    of them a mask [B]."""
-    arrays = {}
-    for name, values in parts[0].items():
-        whole = np.empty((len(members[0]), *values.shape[1:]), values.dtype)
-        for part, here in zip(parts, members, strict=True):
-            whole[here] = part[name]
-        arrays[name] = whole
-    return arrays
+            return self.splits[0].gather(image_ids, view, self.with_maps)
+        arrays: dict[str, np.ndarray] = {}
+        for images in self.splits:
+            here = (image_ids >= 0) & (image_ids < images.count)
+            for name, part in images.gather(image_ids[here], view, self.with_maps).items():
+                if name not in arrays:
+                    arrays[name] = np.empty((len(image_ids), *part.shape[1:]), part.dtype)
+                arrays[name][here] = part
+            image_ids = image_ids - images.count  # in the next split
+        return arrays
 
 
 def other_images(images: int, seed: int) -> np.ndarray:
