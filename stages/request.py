@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gaupipe.settings import Settings
 from gaupipe.settings.load import ByName, Overrides, load, load_merged, read_overrides
 from gaupipe.settings.places import check_data, check_model
 from gaupipe.settings.sections import LOCAL
+from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
@@ -149,59 +151,64 @@ def read_settings(
     overrides: Overrides | None,
     run_dir: Path | None,
     data: Path | None = None,
-    student: Any = None,
+    student: str | None = None,
     teacher: str | None = None,
     *,
     plain: bool = False,
     paper: bool = False,
-) -> tuple[Any, Path]:
-    """The settings of a configuration, or those chosen for a folder of images, which are then
-    said, with ``plain`` without those of a teacher; and the folder of the run. ``paper`` chooses
-    the GauTransformer paper's teacher where nothing speaks for another one, in place of the one
-    that evidence speaks for. ``student`` is the attention that is to be trained, if another one
-    than that of the settings. With a trained ``teacher`` what a configuration leaves open follows
-    from it. A run that has begun has its own, unless the command names a configuration."""
+) -> tuple[Settings, Path]:
+    """The settings that a command is asked for, and the folder of its run: those for a folder of
+    images; else, without a configuration, those of a run that has begun; else a configuration's.
+    ``student`` is the attention that is to be trained, if another one than that of the settings.
+    The other options are for the functions below. Collective."""
     changes = read_overrides(overrides or ())
     if student is not None:
         changes["model.attention"] = student
-    settings: Any = None
-    if data is None:
-        if config is None and run_dir is not None:
-            begun = RunDirectory(run_dir).config
-            if begun.is_file():  # a run that goes on has its own settings, wherever it lies
-                return load_merged(begun, changes), run_dir
-        config = "digits" if config is None else config
-        settings = load(config, changes)
-        folder = run_dir or Path("runs") / Path(config).stem
-        if teacher is None:
-            return settings, folder
-        from stages.runs.choices import is_given  # with numpy
-
-        if not is_given(settings.phase_a.teacher):
-            return settings, folder
-        what = settings.phase_a.teacher
-    else:
-        if config is not None:
-            raise UserError(
-                f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
-                f"it and name the folder with --set data.name=folder --set data.root={data}"
-            )
-        check_data(data)
-        folder = run_dir or folder_for(data, changes)
-        what = f"the images in {data}"
-    with begins(f"looks at {what}"):
-        from stages.runs.chosen_settings import settings_for, takes_the_papers
-        from stages.runs.trained_teacher import with_trained_teacher
+    if config is not None and data is not None:
+        raise UserError(
+            f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
+            f"it and name the folder with --set data.name=folder --set data.root={data}"
+        )
+    chosen = None
     if distributed.is_main():
-        if data is None:
-            settings, lines = with_trained_teacher(str(config), changes, settings)
+        if data is not None:
+            chosen = settings_of_folder(data, changes, run_dir, plain=plain, paper=paper)
+        elif config is None and run_dir is not None and RunDirectory(run_dir).config.is_file():
+            chosen = load_merged(RunDirectory(run_dir).config, changes), run_dir
         else:
-            paper = paper and takes_the_papers(data, changes)
-            if paper:
-                folder = run_dir or folder_for(data, changes, "gaussian")
-            settings, lines = settings_for(data, changes, folder, plain=plain, paper=paper)
-        say_choices(lines)
-    return distributed.from_main((settings, folder))
+            source = "digits" if config is None else config
+            folder = run_dir or Path("runs") / Path(source).stem
+            chosen = settings_of_config(source, changes, teacher), folder
+    return distributed.from_main(chosen)
+
+
+def settings_of_folder(
+    data: Path, changes: ByName, run_dir: Path | None, *, plain: bool, paper: bool
+) -> tuple[Settings, Path]:
+    """The settings chosen for the images in a folder, which are then said, with ``plain`` without
+    those of a teacher; and the folder of the run. ``paper`` chooses the GauTransformer paper's
+    teacher where nothing speaks for another one, in place of the one that evidence speaks for."""
+    check_data(data)
+    with begins(f"looks at the images in {data}"):
+        from stages.runs.chosen_settings import settings_for, takes_the_papers
+    paper = paper and takes_the_papers(data, changes)
+    folder = run_dir or folder_for(data, changes, "gaussian" if paper else None)
+    settings, lines = settings_for(data, changes, folder, plain=plain, paper=paper)
+    say_choices(lines)
+    return settings, folder
+
+
+def settings_of_config(config: str, changes: ByName, teacher: str | None) -> Settings:
+    """The settings of a configuration. With a trained ``teacher`` what they leave open follows from
+    it, and is then said."""
+    settings = load(config, changes)
+    if teacher is None or settings.phase_a.teacher in TEACHERS:
+        return settings
+    with begins(f"looks at {settings.phase_a.teacher}"):
+        from stages.runs.trained_teacher import with_trained_teacher
+    settings, lines = with_trained_teacher(config, changes, settings)
+    say_choices(lines)
+    return settings
 
 
 def say_choices(lines: list[str]) -> None:
