@@ -3,7 +3,7 @@ Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Column, Table
@@ -67,29 +67,18 @@ def tables(results: Comparison) -> Iterator[str]:
         "what plain ViTs of standard attention reach for as many",
     )
     if seeds > 1:
-        yield _table(
+        yield from _differences(
             f"Accuracy minus that of the {reference}, paired by seed",
-            ["points", "95 % interval", "p", "Holm's p", ""],
-            [_difference(row.row, row.difference) for row in rows if row.difference],
-            VERDICTS,
+            {row.row: row.difference for row in rows},
         )
-        if any(row.test_difference for row in rows):
-            yield _table(
-                f"Test accuracy minus that of the {reference}, paired by seed and image",
-                ["points", "95 % interval", "p", "Holm's p", ""],
-                [_difference(row.row, row.test_difference) for row in rows if row.test_difference],
-                VERDICTS,
-            )
-        if results.over_controls:
-            yield _table(
-                "Accuracy of the student minus that of its controls, paired by seed",
-                ["points", "95 % interval", "p", "Holm's p", ""],
-                [
-                    _difference(name, difference)
-                    for name, difference in results.over_controls.items()
-                ],
-                VERDICTS,
-            )
+        yield from _differences(
+            f"Test accuracy minus that of the {reference}, paired by seed and image",
+            {row.row: row.test_difference for row in rows},
+        )
+        yield from _differences(
+            "Accuracy of the student minus that of its controls, paired by seed",
+            results.over_controls,
+        )
     goals = next(row.at for row in rows if row.at)
     names = [f"to {100 * passages.goal:.0f} %" for passages in goals]
     caption = names[-1]
@@ -107,14 +96,10 @@ def tables(results: Comparison) -> Iterator[str]:
         (_passages(row, seeds, len(goals)) for row in rows),
         caption,
     )
-    saved = [(row.row, row.at[-1].saved) for row in rows if row.at and row.at[-1].saved]
-    if seeds > 1 and any(epochs.mean is not None for _, epochs in saved):
-        yield _table(
-            f"Epochs saved {names[-1]}, phase A counted, paired by seed",
-            ["epochs", "95 % interval", "p", "Holm's p", ""],
-            [_difference(name, epochs, "{:+.1f}", scale=1) for name, epochs in saved],
-            VERDICTS,
-        )
+    saved = {row.row: row.at[-1].saved for row in rows if row.at}
+    if seeds > 1 and any(epochs and epochs.mean is not None for epochs in saved.values()):
+        title = f"Epochs saved {names[-1]}, phase A counted, paired by seed"
+        yield from _differences(title, saved, "epochs", "{:+.1f}", scale=1)
     yield _table(
         f"At the end, {over}",
         ["parameters", "epochs", "phase A", "test acc.", "validation loss"],
@@ -135,17 +120,28 @@ def _over_cost(row: RowResult) -> list[str]:
     ]
 
 
-def _difference(
-    name: str, difference: Verdict, form: str = "{:+.2f}", *, scale: float = 100
-) -> list[str]:
-    return [
-        name,
-        _mean(difference, form, scale=scale),
-        _interval(difference, form, scale=scale),
-        p_text(difference.p),
-        p_text(difference.holm),
-        difference.verdict,
+def _differences(
+    title: str,
+    differences: Mapping[str, Verdict | None],
+    unit: str = "points",
+    form: str = "{:+.2f}",
+    scale: float = 100,
+) -> Iterator[str]:
+    """The table of the rows that have a difference, if there is any."""
+    lines = [
+        [
+            row,
+            _mean(difference, form, scale=scale),
+            _interval(difference, form, scale=scale),
+            p_text(difference.p),
+            p_text(difference.holm),
+            difference.verdict,
+        ]
+        for row, difference in differences.items()
+        if difference
     ]
+    if lines:
+        yield _table(title, [unit, "95 % interval", "p", "Holm's p", ""], lines, VERDICTS)
 
 
 def _passages(row: RowResult, seeds: int, goals: int) -> list[str]:
