@@ -164,22 +164,19 @@ def read_settings(
     changes = read_overrides(overrides or ())
     if student is not None:
         changes["model.attention"] = student
-    if config is not None and data is not None:
-        raise UserError(
-            f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
-            f"it and name the folder with --set data.name=folder --set data.root={data}"
-        )
-    chosen = None
-    if distributed.is_main():
-        if data is not None:
-            chosen = settings_of_folder(data, changes, run_dir, plain=plain, paper=paper)
-        elif config is None and run_dir is not None and RunDirectory(run_dir).config.is_file():
-            chosen = load_merged(RunDirectory(run_dir).config, changes), run_dir
-        else:
-            source = "digits" if config is None else config
-            folder = run_dir or Path("runs") / Path(source).stem
-            chosen = settings_of_config(source, changes, teacher), folder
-    return distributed.from_main(chosen)
+    if data is not None:
+        if config is not None:
+            raise UserError(
+                f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
+                f"it and name the folder with --set data.name=folder --set data.root={data}"
+            )
+        return settings_of_folder(data, changes, run_dir, plain=plain, paper=paper)
+    # read by each rank: what they were told otherwise is refused by check_same, not hidden here
+    if config is None and run_dir is not None and RunDirectory(run_dir).config.is_file():
+        return load_merged(RunDirectory(run_dir).config, changes), run_dir
+    config = "digits" if config is None else config
+    folder = run_dir or Path("runs") / Path(config).stem
+    return settings_of_config(config, changes, teacher), folder
 
 
 def settings_of_folder(
@@ -191,11 +188,14 @@ def settings_of_folder(
     check_data(data)
     with begins(f"looks at the images in {data}"):
         from stages.runs.chosen_settings import settings_for, takes_the_papers
-    paper = paper and takes_the_papers(data, changes)
-    folder = run_dir or folder_for(data, changes, "gaussian" if paper else None)
-    settings, lines = settings_for(data, changes, folder, plain=plain, paper=paper)
-    say_choices(lines)
-    return settings, folder
+    chosen = None
+    if distributed.is_main():
+        paper = paper and takes_the_papers(data, changes)
+        folder = run_dir or folder_for(data, changes, "gaussian" if paper else None)
+        settings, lines = settings_for(data, changes, folder, plain=plain, paper=paper)
+        say_choices(lines)
+        chosen = settings, folder
+    return distributed.from_main(chosen)
 
 
 def settings_of_config(config: str, changes: ByName, teacher: str | None) -> Settings:
@@ -206,9 +206,10 @@ def settings_of_config(config: str, changes: ByName, teacher: str | None) -> Set
         return settings
     with begins(f"looks at {settings.phase_a.teacher}"):
         from stages.runs.trained_teacher import with_trained_teacher
-    settings, lines = with_trained_teacher(config, changes, settings)
-    say_choices(lines)
-    return settings
+    if distributed.is_main():
+        settings, lines = with_trained_teacher(config, changes, settings)
+        say_choices(lines)
+    return distributed.from_main(settings)
 
 
 def say_choices(lines: list[str]) -> None:
