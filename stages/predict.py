@@ -172,7 +172,7 @@ def lines(predictions: Sequence[Prediction]) -> list[str]:
 def write(predictions: Sequence[Prediction], out: Path) -> None:
     """Writes predictions as CSV, or where the name ends in ``.json`` as JSON. In both a byte of a
     file's name that is not UTF-8 becomes ``\\udce9``."""
-    if out.suffix == ".json":
+    if out.suffix.lower() == ".json":
         text = json.dumps([as_row(prediction) for prediction in predictions], indent=2) + "\n"
     else:
         text = as_csv(predictions)

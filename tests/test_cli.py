@@ -192,6 +192,8 @@ ABSENT = {
     "compare --sweep absent.yaml": "no file 'absent.yaml'",
     "evaluate --run-dir RUN --data absent": "--data absent: no such folder",
     "run absent.yaml": "no file 'absent.yaml'",
+    "train digist": "no file 'digist': give the path of a YAML file; did you mean digits?",
+    "train photos": "photos: is a folder; for your own images type --data photos",
     "run --run-dir photos": "photos exists and is not a run directory",
     "train --run-dir photos": "photos exists and is not a run directory",
     "run --teacher local-dir:absent": "there is no folder absent",

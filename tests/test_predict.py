@@ -145,6 +145,8 @@ def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, mo
         assert in_process("predict", student, picture, "--out", tmp_path / out)[0] == 0
     assert json.loads((tmp_path / "p.json").read_text())[0]["path"] == str(picture)
     assert (tmp_path / "p.csv").read_text().startswith("path,class,probability,problem")
+    code, _, err = in_process("predict", student, picture, "--out", tmp_path / "p.xlsx")
+    assert code == 2 and "should be a file whose name ends in .csv or .json" in err
     monkeypatch.setattr("stages.cli.look.on_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     _, table, _ = in_process("predict", student, picture, "--top", 3)

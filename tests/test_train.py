@@ -19,6 +19,7 @@ from stages import compare, phase_a, run, train
 from stages.request import read_settings
 from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_student
 from worlds import command, in_world
 
 TINY = [*tiny(100, 50, 3), "phase_a.max_epochs=1"]
@@ -93,6 +94,11 @@ def test_a_student_of_phase_b_goes_before_a_plain_one_of_its_name(trained):
     directory = RunDirectory(trained)
     assert not directory.is_distilled() and not directory.is_distilled("belief2")
     assert directory.is_distilled("nobody")
+    (trained / "phase_a").mkdir()  # a teacher alone is no student
+    assert not directory.is_distilled()
+    (trained / "phase_a").rmdir()
+    with pytest.raises(UserError, match="is not there: there are standard, belief2$"):
+        load_student(trained, "nobody")
     student = trained / "phase_b" / "belief2" / "student"
     student.mkdir(parents=True)
     try:

@@ -4,6 +4,7 @@ import base64
 import copy
 import json
 import re
+import shutil
 import zlib
 
 import numpy as np
@@ -75,6 +76,18 @@ def test_maps_are_those_of_eager_attention_on_the_prepared_image(viewer, picture
     np.testing.assert_allclose(maps[:, :2], torch.cat(eager_maps(page_model, images)), atol=1e-5)
     assert header["extra"] == EXTRA and header["grid"] == [4, 4]
     assert header["predicted"] == page_model(images).argmax().item() and header["label"] is None
+
+
+def test_an_image_that_cannot_be_read_spares_the_others(pictures, model, tmp_path):
+    broken = shutil.copytree(pictures, tmp_path / "some") / "aa.png"  # in the middle
+    broken.write_bytes(b"no image")
+    viewer = model_viewer(*open_model(model, [tmp_path / "some"], to_look=True))
+    whole = viewer.gallery("train", "")
+    whole.read_all()
+    assert not whole.error and whole.complete
+    read = [item.predicted is not None for item in whole.page().items]
+    assert read == [True, False, True]
+    assert sorted(item.id for item in whole.page("sure").items) == [0, 2]
 
 
 @pytest.mark.parametrize("target", [0, 2])

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -210,11 +211,13 @@ def read_yaml(source: str | Path, kind: str = "") -> Any:
     """The value in a YAML file, or in the :func:`shipped` one of this name. Raises UserError."""
     path = Path(source)
     if not path.is_file():
-        if str(source) not in shipped(kind):
-            raise UserError(
-                f"no file {str(source)!r}: give the path of a YAML file or one of "
-                f"{', '.join(shipped(kind))} (shipped with gaupipe)"
-            )
+        names = shipped(kind)
+        if str(source) not in names:
+            if path.is_dir() and not kind:
+                raise UserError(f"{source}: is a folder; for your own images type --data {source}")
+            close = get_close_matches(str(source), names, 1)
+            right = f"did you mean {close[0]}?" if close else f"shipped are {', '.join(names)}"
+            raise UserError(f"no file {str(source)!r}: give the path of a YAML file; {right}")
         path = SHIPPED / kind / f"{source}.yaml"
     try:
         return _parse_yaml(path.read_bytes().decode("utf-8"))

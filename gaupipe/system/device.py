@@ -47,6 +47,6 @@ def prepare_device(name: str, threads: int | None = None) -> torch.device:
         device = torch.device(name)
         torch.ones(1, device=device).add_(1).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise UserError(f"device: {name!r} cannot be used: {lines[0]}") from None
+        why = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+        raise UserError(f"device: {name!r} cannot be used: {why}") from None
     return device

@@ -65,7 +65,9 @@ def check_file(option: str, path: Path, *suffixes: str) -> Path:
     """The file that an ``option`` names, links followed. Raises UserError unless a file can be
     written there: nothing but a regular file is replaced."""
     if suffixes and path.suffix.lower() not in suffixes:
-        raise UserError(f"{option} {path}: should be a file whose name ends in {suffixes[0]}")
+        raise UserError(
+            f"{option} {path}: should be a file whose name ends in {' or '.join(suffixes)}"
+        )
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {target.parent}")

@@ -67,7 +67,7 @@ def predict(
         raise UserError("predict: name images, or folders of images: 'gaupipe predict photo.jpg'")
     check_images(paths)
     if out is not None:
-        check_file("--out", out)
+        check_file("--out", out, ".csv", ".json")
     if source is None:
         source = trained_last(find_run(None, "a run before the images names another"))
     elif is_run(Path(source)):

@@ -78,7 +78,7 @@ def evaluate(
     if data is not None:
         check_data(data)
     if out is not None:
-        check_file("--out", out)
+        check_file("--out", out, ".csv", ".json")
     if confusion is not None:
         check_file("--confusion", confusion, ".png")
     with begins(f"evaluate: {student or 'the student trained last'} of {run_dir}"):
@@ -94,16 +94,20 @@ def evaluate(
         print_rich(*tables(scores))
         look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
         mistakes = scores["mistakes"]
-        shown = not plain or not RunDirectory(run_dir).is_distilled(scores["student"])
-        if mistakes and data is None and shown:
-            # the page opens with the most confident one; of two students with one name it shows
-            # that of phase B
+        # of two students with one name a run's page shows that of phase B
+        hidden = plain and RunDirectory(run_dir).is_distilled(scores["student"])
+        if data is not None or hidden:
+            # of all ten mistakes the command would be long, and a built-in image is no file
+            files = [
+                path for path in (each["path"] for each in mistakes[:5]) if Path(path).is_file()
+            ]
+            if files:
+                look = ["view", "--model", student_folder(run_dir, scores["student"], plain)]
+                look += [word for path in files for word in ("--images", from_here(path))]
+            elif hidden:
+                return
+        elif mistakes:  # the page opens with the most confident one
             look += ["--split", scores["split"], "--image", mistakes[0]["image"]]
-        elif mistakes and data is not None:
-            model = student_folder(run_dir, scores["student"], plain)
-            look = ["view", "--model", model]
-            for mistake in mistakes[:5]:  # of all ten the command would be long
-                look += ["--images", from_here(mistake["path"])]
         say_next(look)
 
 

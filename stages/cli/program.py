@@ -35,6 +35,9 @@ def main() -> None:
     ended by Ctrl-C and SIGTERM, 1 anything else."""
     # a thread of torch that waits lets other processes work: between them it would wait for long
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name in ("stdout", "stderr"):  # a daemon may have closed one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open until the process ends)
     # a terminal that cannot show a character shows a question mark
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

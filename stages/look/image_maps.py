@@ -22,7 +22,7 @@ from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.images import UNLABELLED, FileImages
 from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.job import MapReader, constant_maps
 from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.losses import ConstantMaps, without_keys
@@ -297,11 +297,27 @@ class LiveMaps:
             self._latest = asked, batch, traced
         return self._latest[1:]
 
-    def predictions(self, split: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """(logits [B, C], labels [B]) of all images of a split, a part at a time."""
-        for batch in Batches(getattr(self.data, split), self.data, CPU, FEW).in_order():
-            with torch.inference_mode():
-                yield self.model(batch.images).float(), batch.labels
+    def predictions(self, split: str) -> Iterator[tuple[Tensor, Tensor] | None]:
+        """(logits [B, C], labels [B]) of all images of a split, a part at a time; None for an image
+        that cannot be read."""
+        images: Split = getattr(self.data, split)
+        every = np.arange(len(images))
+        for ids in np.array_split(every, every[FEW::FEW]):
+            try:
+                yield self._predicted(images, ids)
+            except (UserError, OSError):  # of one image: the others can be read
+                yield from (self._predicted_or_none(images, image) for image in ids)
+
+    def _predicted_or_none(self, images: Split, image: int) -> tuple[Tensor, Tensor] | None:
+        try:
+            return self._predicted(images, np.array([image]))
+        except (UserError, OSError):
+            return None
+
+    @torch.inference_mode()
+    def _predicted(self, images: Split, ids: np.ndarray) -> tuple[Tensor, Tensor]:
+        batch = next(Batches(images, self.data, CPU, len(ids)).in_order(ids))
+        return self.model(batch.images).float(), batch.labels
 
     def batch(
         self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"

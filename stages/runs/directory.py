@@ -115,12 +115,11 @@ class RunDirectory:
         """True if the student of this name, or with None the one trained last, is one of phase B.
 
         One of :mod:`stages.train` is not: one with this name that no student of phase B stands
-        beside, and with None that of a run without a teacher. Raises UserError for what is no
-        name.
+        beside, and with None that of a run without a student of phase B. Raises UserError for what
+        is no name.
         """
         if name is None:
-            has_phase_b = self.phase_a.exists() or bool(self.students())
-            return has_phase_b or not self.students(distilled=False)
+            return bool(self.students()) or not self.students(distilled=False)
         check_name(name)
         return self.student(name).exists() or not self.student(name, distilled=False).exists()
 

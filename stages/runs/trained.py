@@ -108,10 +108,11 @@ def load_student(
     check_name(name)
     folder = run.student(name, distilled) / "student"
     if not folder.is_dir():
-        others = f"; there are {', '.join(there)}" if there else ""
-        raise UserError(
-            f"{folder} is not there: {command} --student ATTENTION --name {name}' trains it{others}"
-        )
+        names = dict.fromkeys([*run.students(), *run.students(distilled=False)])
+        ways = [f"there are {', '.join(names)}"] if names else []
+        if run.phase_a.exists() or not names:
+            ways.append(f"{command} --student ATTENTION --name {name}' trains it")
+        raise UserError(f"{folder} is not there: {'; '.join(ways)}")
     remedy = f"{command} --name {name} --resume' writes it again from its checkpoint"
     settings = run.student_settings(name, distilled)
     model = load_folder(folder, remedy)

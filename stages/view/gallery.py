@@ -23,6 +23,8 @@ ORDERS = ("id", "wrong", "sure", "unsure")
 probability of the prediction."""
 PAGE = 60
 """Images of a page."""
+NOT_READ = -1
+"""The prediction of an image that cannot be read."""
 READERS = 8
 """Shards that are read at the same time."""
 
@@ -64,9 +66,9 @@ class Page:
 class Gallery:
     """``images`` of ``classes`` classes, page by page.
 
-    parts   gives (logits [B, C], labels [B]) of all images in order, a part at a time. A thread
-            that :meth:`start` starts reads them, ``done`` images so far. Until then images are
-            listed by their number alone
+    parts   gives (logits [B, C], labels [B]) of all images in order, a part at a time, and None for
+            an image that cannot be read. A thread that :meth:`start` starts reads them, ``done``
+            images so far. Until then images are listed by their number alone
     labels  [N], where they are known before
     labelled
             False for images without labels; a single one may be :data:`UNLABELLED`
@@ -79,7 +81,7 @@ class Gallery:
         self,
         images: int,
         classes: int,
-        parts: Callable[[], Iterator[tuple[Tensor, Tensor]]],
+        parts: Callable[[], Iterator[tuple[Tensor, Tensor] | None]],
         labels: np.ndarray | None = None,
         labelled: bool = True,
         predicts: bool = True,
@@ -121,9 +123,14 @@ class Gallery:
         labels = np.full(self.images, UNLABELLED)
         try:
             self.wait()
-            for logits, truth in self.parts():
+            for read in self.parts():
                 if self.stopped:
                     return
+                if read is None:
+                    self.predicted[self.done] = NOT_READ
+                    self.done += 1
+                    continue
+                logits, truth = read
                 sure, likeliest = probabilities(logits).max(-1)
                 part = slice(self.done, self.done + len(truth))
                 labels[part] = truth
@@ -154,7 +161,7 @@ class Gallery:
         label = predicted = probability = None
         if self.labels is not None and self.labels[image] != UNLABELLED:
             label = int(self.labels[image])
-        if image < self.done and self.predicts:
+        if image < self.done and self.predicts and self.predicted[image] != NOT_READ:
             predicted = int(self.predicted[image])
             probability = round(float(self.probability[image]), 6)
         return Item(image, label, predicted, probability)
@@ -173,6 +180,7 @@ class Gallery:
 
         if not self.complete:
             return None
+        ids = ids[self.predicted[ids] != NOT_READ]
         key = self.probability[ids]
         if order != "unsure":
             key = -key

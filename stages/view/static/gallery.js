@@ -101,6 +101,7 @@ export class Gallery {
     if (more || ended) this.done = done;
     this.reading = reading;
     $("reading").hidden = !reading && !error;
+    $("reading-bar").hidden = Boolean(error);
     $("reading-bar").value = total ? done / total : 0;
     $("reading-text").textContent = error || `Reading predictions: ${count(done)} of ${count(total)}`;
     if (ended || more) this.load(); // with predictions that have come in
