@@ -64,7 +64,7 @@ def run(
     state = teacher.training_state()
     with open_teacher(run, settings, data, resume, state) as finished:
         if state is not None:
-            teacher.train(state, run.phase_a)
+            teacher = teacher.train(state, run.phase_a)
         elif not finished:
             teacher.prepare(run.phase_a)
         if not finished:

@@ -19,7 +19,7 @@ from gaupipe.settings.load import load
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import build_network
-from gaupipe.teachers.vit import build_model
+from gaupipe.teachers.trained import build_model
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student, untrained_student
 from gaupipe.vit.stem import STEMS, ConvPatchEmbed

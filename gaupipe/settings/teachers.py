@@ -54,7 +54,7 @@ TEACHERS = {
         controls={"prior alone": {"phase_a.prior": True, "phase_a.per_image": "none"}},
     ),
     "vit": TeacherKind(
-        implementation="vit.TrainedVit",
+        implementation="trained.TrainedVit",
         words="a ViT, trained in phase A",
         trained=True,
         shows_views=True,

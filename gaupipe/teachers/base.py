@@ -177,9 +177,9 @@ class Teacher:
         is not trained in epochs."""
         return None
 
-    def train(self, state: TrainingState[Any], folder: Path) -> None:
-        """Phase A of a teacher that is trained in epochs: goes on from ``state``, and leaves
-        ``metrics.jsonl`` in the ``folder``. Collective."""
+    def train(self, state: TrainingState[Any], folder: Path) -> Teacher:
+        """Phase A of a teacher that is trained in epochs: goes on from ``state``, leaves
+        ``metrics.jsonl`` in the ``folder``, and returns the finished teacher. Collective."""
         raise NotImplementedError
 
     def prepare(self, folder: Path) -> None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.places import folder_of
 from gaupipe.settings.sections import LOCAL
-from gaupipe.system.device import prepare_device
-from gaupipe.teachers.base import Teacher
+from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.loading import readable
-from gaupipe.teachers.readable_vit import PredictingModel, ReadableViT
-from gaupipe.teachers.trained import TrainedOnLabels, trained_network
-from gaupipe.teachers.vit import TrainedVit
+from gaupipe.teachers.trained import TrainedOnLabels
+from gaupipe.teachers.vit import VitTeacher, teacher_of
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import Identity
 from gaupipe.vit.build import create_model
@@ -55,18 +53,14 @@ class FineTuned(TrainedOnLabels):
         shows whether its attention can be read."""
         model: Any = cls.model(settings, data, "cpu")
         build_optimizer(model, settings.phase_a.optim, settings.phase_a.most_epochs, 100)
-        network = readable(model, data, settings.phase_a.teacher)
-        return of_network(settings, data, network)
-
-    @classmethod
-    def finished(
-        cls, settings: Settings, data: ImageData, folder: Path, with_images: bool = True
-    ) -> Teacher | None:
-        return of_network(settings, data, trained_network(folder, data))
+        before = teacher_of(settings, data, readable(model, data, settings.phase_a.teacher))
+        if isinstance(before, VitTeacher):
+            return FineTunedVit(settings, data, before.device, model, before)
+        return cls(settings, data, before.device, model)
 
     @property
     def images_for_training(self) -> ImageData:
-        takes = input_of(self.timm_model, self.data, self.settings.phase_a.teacher)
+        takes = input_of(self.network, self.data, self.settings.phase_a.teacher)
         train, taken = as_taken(self.data.train, self.data, takes)
         val, _ = as_taken(self.data.val, self.data, takes)
         return replace(taken, train=train, val=val, interpolation=takes.interpolation)
@@ -76,12 +70,24 @@ class FineTuned(TrainedOnLabels):
 
 
 @dataclass
-class FineTunedVit(FineTuned, TrainedVit):
-    """A :class:`FineTuned` model whose attention can be read."""
+class FineTunedVit(FineTuned):
+    """The outline of one whose attention can be read. ``before`` is the teacher that it would be
+    without its training."""
 
+    before: VitTeacher
 
-def of_network(settings: Settings, data: ImageData, network: PredictingModel) -> FineTuned:
-    """The teacher of a ``network``, on the settings' device."""
-    device = prepare_device(settings.device, settings.threads)
-    kind = FineTunedVit if isinstance(network, ReadableViT) else FineTuned
-    return kind(settings, data, device, network.to(device))
+    forms: ClassVar[frozenset[str]] = frozenset({"maps"})
+
+    def begin(self, folder: Path) -> Teacher:
+        return FineTuned(self.settings, self.data, self.device, self.network).begin(folder)
+
+    @property
+    def shape(self) -> MapShape:
+        return self.before.shape
+
+    @property
+    def tokens(self) -> int:
+        return self.before.tokens
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.before.weights()

@@ -184,7 +184,7 @@ class GaussianTeacher(Teacher):
             noise = network.noise(images, None)
         return network(images, network.gaussians(parameters), noise)
 
-    def train(self, state: TrainingState[GaussianViT], folder: Path) -> None:
+    def train(self, state: TrainingState[GaussianViT], folder: Path) -> Teacher:
         """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""
         settings = self.settings
         phase = settings.phase_a
@@ -234,7 +234,7 @@ class GaussianTeacher(Teacher):
             if per_image is not None:
                 per_image.release()
         running.progress.line(f"phase A: {ending(phase, state.metrics)}")
-        self.network = state.kept
+        return replace(self, network=state.kept)
 
 
 class TeacherLoss(nn.Module):

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -82,11 +81,6 @@ class ModelTeacher(Teacher):
     @property
     def predicts(self) -> bool:
         return self.network.predicts or self.probe is not None
-
-    @property
-    def timm_model(self) -> Any:
-        """The model without what a PredictingModel adds, before its training and after it."""
-        return getattr(self.network, "model", self.network)
 
     @property
     def features(self) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from gaupipe.data.splits import ImageData
@@ -14,21 +16,23 @@ from gaupipe.settings.sections import LOCAL
 from gaupipe.system import distributed
 from gaupipe.system.device import prepare_device
 from gaupipe.system.messages import LOG
-from gaupipe.teachers.base import Teacher, ending, identity
+from gaupipe.teachers.base import MapShape, Teacher, ending, identity
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
-from gaupipe.teachers.readable_vit import PredictingModel
+from gaupipe.teachers.vit import teacher_of
 from gaupipe.training.job import EpochPlan, LabelLosses, Training, train, training_state
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import Identity, TrainingState
+from gaupipe.vit.build import build_vit
 from gaupipe.vit.saving import save_student
 
 
 @dataclass
-class TrainedOnLabels(ModelTeacher):
-    """A model of :meth:`model`, which phase A trains until a training accuracy is reached."""
+class TrainedOnLabels(Teacher):
+    """A model of :meth:`model`, which phase A trains until a training accuracy is reached; then it
+    is a :class:`ModelTeacher`."""
 
-    network: Any  # the model itself, and a PredictingModel once it has been trained
+    network: Any  # some class of timm's
 
     @classmethod
     def model(cls, settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
@@ -48,23 +52,14 @@ class TrainedOnLabels(ModelTeacher):
     @classmethod
     def finished(
         cls, settings: Settings, data: ImageData, folder: Path, with_images: bool = True
-    ) -> Teacher | None:
-        device = prepare_device(settings.device, settings.threads)
-        return cls(settings, data, device, trained_network(folder, data).to(device))
-
-    @property
-    def predicts(self) -> bool:
-        return True
+    ) -> ModelTeacher:
+        remedy = "'gaupipe phase-a --resume' writes it again"
+        network = load_network(f"{LOCAL}{folder / 'teacher'}", data, {}, remedy=remedy)
+        return teacher_of(settings, data, network)
 
     @property
     def features(self) -> int:
-        return int(self.timm_model.num_features)
-
-    def check_student(self) -> None:
-        """Nothing: it predicts the classes that it is trained on."""
-
-    def say_before(self) -> None:
-        """Nothing: it is trained for this student."""
+        return int(self.network.num_features)
 
     def identity(self) -> Identity:
         """Settings and data that its checkpoint belongs to."""
@@ -92,11 +87,7 @@ class TrainedOnLabels(ModelTeacher):
     def training_state(self) -> TrainingState[Any]:
         return training_state(self.training())
 
-    def training_forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.timm_model(images)
-        return logits
-
-    def train(self, state: TrainingState[Any], folder: Path) -> None:
+    def train(self, state: TrainingState[Any], folder: Path) -> Teacher:
         """Epochs until the training accuracy is reached or ``most_epochs`` are done; then the model
         is saved as timm loads it."""
         images = self.images_for_training
@@ -106,10 +97,37 @@ class TrainedOnLabels(ModelTeacher):
         with distributed.rank_zero_first():
             if distributed.is_main():
                 save_student(state.kept, folder / "teacher", **images.data_config)
-            self.network = trained_network(folder, self.data).to(self.device)
+            return self.finished(self.settings, self.data, folder)
 
 
-def trained_network(folder: Path, data: ImageData) -> PredictingModel:
-    """The model that phase A has trained into a ``folder``, on the CPU."""
-    remedy = "'gaupipe phase-a --resume' writes it again"
-    return load_network(f"{LOCAL}{folder / 'teacher'}", data, {}, remedy=remedy)
+@dataclass
+class TrainedVit(TrainedOnLabels):
+    """The ViT of the settings with standard attention."""
+
+    network: VisionTransformer
+
+    forms: ClassVar[frozenset[str]] = frozenset({"maps"})
+
+    @classmethod
+    def model(cls, settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
+        return build_model(settings, data, device)
+
+    @property
+    def shape(self) -> MapShape:
+        return MapShape.of(self.network)
+
+    @property
+    def tokens(self) -> int:
+        return super().tokens + self.network.num_prefix_tokens
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.network.state_dict()
+
+
+def build_model(
+    settings: Settings, data: ImageData, device: str | None = None
+) -> VisionTransformer:
+    """A freshly started teacher ``vit``: the ViT of the settings with standard attention."""
+    torch.manual_seed(settings.seed)
+    changes = ("phase_a.teacher_args", settings.phase_a.teacher_args)
+    return build_vit(settings.model, data, "standard", device, changes)

@@ -1,4 +1,4 @@
-"""A teacher that is an ordinary ViT: trained as plain training does, or trained before."""
+"""A teacher that is a trained ViT, whose attention can be read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
@@ -22,9 +20,7 @@ from gaupipe.system.messages import warn_once
 from gaupipe.teachers.base import MapShape, Outputs, Teacher, Wanted, outline
 from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
-from gaupipe.teachers.readable_vit import ReadableViT, parts_of_teachers
-from gaupipe.teachers.trained import TrainedOnLabels
-from gaupipe.vit.build import build_vit
+from gaupipe.teachers.readable_vit import PredictingModel, ReadableViT, parts_of_teachers
 from gaupipe.vit.inputs import spread_of
 
 
@@ -54,7 +50,7 @@ class VitTeacher(ModelTeacher):
 
     @property
     def tokens(self) -> int:
-        return super().tokens + getattr(self.timm_model, "num_prefix_tokens", 0)
+        return super().tokens + self.network.prefix
 
     def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
         if not wanted.layers:
@@ -88,41 +84,15 @@ class VitTeacher(ModelTeacher):
         return [f"the weights that it starts with expect {wanted}, and its images have another one"]
 
     def say_before(self) -> None:
-        """Says of a teacher with parts that its student has not that its maps may not help."""
+        """Says of a teacher with parts that its student has not that its maps may not help, unless
+        it was trained for this student."""
         parts = parts_of_teachers(self.network.model)
-        if parts:
+        if parts and not self.kind.trained:
             warn_once(
                 f"gaupipe: {self.network.name}: has {' and '.join(parts)}, which its student "
                 "lacks: students of such teachers lost up to 5 points (arXiv 2605.07191); compare "
                 "with the same ViT without a teacher"
             )
-
-
-@dataclass
-class TrainedVit(TrainedOnLabels, VitTeacher):
-    """The ViT of the settings with standard attention, which phase A trains on the labels."""
-
-    @classmethod
-    def model(cls, settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
-        return build_model(settings, data, device)
-
-    @property
-    def kept_prefix(self) -> int:
-        return 0
-
-    def weights(self) -> dict[str, Tensor]:
-        if isinstance(self.network, VisionTransformer):
-            return self.network.state_dict()
-        return super().weights()
-
-
-def build_model(
-    settings: Settings, data: ImageData, device: str | None = None
-) -> VisionTransformer:
-    """A freshly started teacher ``vit``: the ViT of the settings with standard attention."""
-    torch.manual_seed(settings.seed)
-    changes = ("phase_a.teacher_args", settings.phase_a.teacher_args)
-    return build_vit(settings.model, data, "standard", device, changes)
 
 
 def other_teacher(
@@ -149,8 +119,13 @@ def load_teacher(settings: Settings, data: ImageData) -> ModelTeacher:
     """The teacher whose weights the settings name: a ViT whose attention can be read, or any other
     model, for its predictions. Raises UserError for what cannot be loaded."""
     phase = settings.phase_a
-    device = prepare_device(settings.device, settings.threads)
     network = load_network(phase.teacher, data, phase.teacher_args, download=settings.download)
+    return teacher_of(settings, data, network)
+
+
+def teacher_of(settings: Settings, data: ImageData, network: PredictingModel) -> ModelTeacher:
+    """The teacher of a trained ``network``, on the settings' device."""
+    device = prepare_device(settings.device, settings.threads)
     if isinstance(network, ReadableViT):
         return VitTeacher(settings, data, device, network.to(device))
     return ModelTeacher(settings, data, device, network.to(device))

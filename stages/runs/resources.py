@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.func import functional_call
@@ -112,7 +113,7 @@ def training_memory(
         batch = -(-settings.data.batch_size // world_size)
         kept = kept_bytes(model, forward, batch, data)
         vit = getattr(model, "vit", model)  # in a teacher with Gaussians
-        if settings.grad_checkpointing and hasattr(vit, "blocks"):
+        if settings.grad_checkpointing and isinstance(vit, VisionTransformer):
             # the input of each block, and all of one
             tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
             kept = kept // len(vit.blocks) + 4 * len(vit.blocks) * batch * tokens * vit.embed_dim
