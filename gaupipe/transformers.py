@@ -52,10 +52,11 @@ def attentionx(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, No
     configuration may hold ``gamma`` and ``mask_diagonal``."""
     options = getattr(module.config, "gau_options", None) or {}
     gamma = options.get("gamma", 1.0)
-    known = options.keys() <= {"gamma", "mask_diagonal"}
+    hide_own = options.get("mask_diagonal", True)
+    known = options.keys() <= {"gamma", "mask_diagonal"} and isinstance(hide_own, bool)
     if not (known and isinstance(gamma, int | float) and math.isfinite(gamma)):
         check_options(ATTENTION["attentionx"], options)  # too slow for every call
-    mh, v = attend(module, *args, hide_own=options.get("mask_diagonal", True), **kwargs)
+    mh, v = attend(module, *args, hide_own=hide_own, **kwargs)
     return torch.sub(v, mh, alpha=gamma), None
 
 

@@ -215,7 +215,9 @@ def create(
         if resume:
             return _resume(files, root, schema, decoder)
         if not overwrite:
-            raise StoreError(f"{files.url}: there is a store already; --overwrite replaces it")
+            raise StoreError(
+                f"{files.url}: a store is there already; overwrite=True (--overwrite) replaces it"
+            )
         _clear(files, root)
     layout, metadata, manifest = plan(schema, shard_bytes, decoder)
     if root is not None:
@@ -297,7 +299,8 @@ def refuse_another_decoder(
 
 def another_export(url: str, difference: str) -> StoreError:
     """The error for an export that cannot go on with the store of another."""
-    return StoreError(f"{url}: another export is there, with {difference}; --overwrite replaces it")
+    remedy = "overwrite=True (--overwrite) replaces it"
+    return StoreError(f"{url}: another export is there, with {difference}; {remedy}")
 
 
 def begun_anew(url: str) -> StoreError:

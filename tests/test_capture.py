@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import gaupipe
 from gaupipe.attention import comparing
 from gaupipe.system.errors import UserError
+from gaupipe.vit.capture import gradient_rollout
 from vits import eager_maps, randomised
 
 SIZES = {"depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
@@ -368,6 +369,8 @@ def test_refusals_say_why():
         model(pictures(64))
     with pytest.raises(ValueError, match="was the model called"), gaupipe.capture(model):
         model.forward_features(pictures(64))
+    with pytest.raises(UserError, match="block -7: the model has 2"), gaupipe.capture(model, [-7]):
+        model(pictures(64))
     model.blocks[0].attn.fused_attn = False
     with pytest.raises(ValueError, match=r"blocks\.0\.attn"), gaupipe.capture(model):
         model(pictures(64))
@@ -380,3 +383,51 @@ def test_a_model_of_which_only_some_attentions_are_seen_is_refused():
     message = "Cait: 2 attentions were seen in 3 blocks"
     with pytest.raises(UserError, match=message), gaupipe.capture(model):
         model(torch.zeros(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_18x2_224", "vit_dwee_patch16_reg1_gap_256"])
+def test_blocks_with_two_attentions_are_not_counted_from_the_end(name):
+    model = randomised(timm.create_model(name, img_size=32, patch_size=8, **SIZES))
+    images = pictures(32)
+    message = "4 attentions were seen in 2 blocks: count blocks from 0"
+    with pytest.raises(UserError, match=message), gaupipe.capture(model, [-1]):
+        model(images)
+    with gaupipe.capture(model, [3]) as maps:
+        model(images)
+    assert list(maps) == [3]
+    with pytest.raises(ValueError, match="2 blocks should have one fused attention each"):
+        gradient_rollout(model, images, torch.tensor([0, 1]), 2)
+
+
+def test_an_attention_in_the_head_is_not_counted_from_the_end():
+    model = timm.create_model("vit_base_patch16_siglip_224", img_size=32, **SIZES).eval()
+    with gaupipe.capture(model, [-1]) as maps:
+        model(pictures(32))
+    assert list(maps) == [1]
+
+
+def test_maps_of_parts_of_an_image_are_refused():
+    model = timm.create_model("davit_tiny", num_classes=2).eval()
+    refusal = pytest.raises(UserError, match="maps of shape .* parts of an image")
+    with torch.no_grad(), refusal, gaupipe.capture(model):
+        model(pictures(224))
+
+
+def test_gaupipes_attention_is_fused_whatever_timm_does():
+    attention = gaupipe.attention.ATTENTION["belief"](8, 2)
+    attention.fused_attn = False
+    with gaupipe.capture(attention) as maps:
+        attention(torch.randn(1, 4, 8))
+    assert maps[0].shape == (1, 2, 4, 4)
+
+
+@pytest.mark.parametrize("way", ["compiled", "inference_mode"])
+def test_gradient_rollout_is_the_same(way):
+    model = randomised(timm.create_model("vit_tiny_patch16_224", img_size=32, **SIZES))
+    expected = gradient_rollout(model, pictures(32), torch.tensor([0, 1]), 2)
+    if way == "compiled":
+        model = torch.compile(model, backend="eager")
+    with torch.inference_mode(way == "inference_mode"):
+        classes = torch.tensor([0, 1])
+        relevance = gradient_rollout(model, pictures(32), classes, 2)
+    torch.testing.assert_close(relevance, expected)

@@ -144,6 +144,16 @@ def test_models_with_gaussians(options):
         convert(model, "belief")
 
 
+@pytest.mark.parametrize("options", [PRIOR, {"attention": "gaussian"}], ids=["prior", "gaussian"])
+def test_gaussians_stay_on_their_grid(options):
+    placeless = dict(class_token=True, reg_tokens=1, patch_drop_rate=0.5, dynamic_img_size=True)
+    for name, value in placeless.items():
+        with pytest.raises(UserError, match=f"with {name} a token has no place on the grid"):
+            vit(**options, **{name: value})
+    with pytest.raises(UserError, match="set_input_size: this attention has a fixed grid"):
+        vit(**options).set_input_size(16)
+
+
 def test_gaussians_need_a_grid():
     with pytest.raises(UserError, match="lies on a grid"):
         StandardAttention(8, 2, prior=True)

@@ -10,11 +10,12 @@ import timm
 import torch
 from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from timm.models import create_feature_extractor, vision_transformer
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import gaupipe  # noqa: F401
 from gaupipe.attention import ATTENTION, comparing
 from gaupipe.attention.options import count_parameters
-from gaupipe.models import forward_with_maps, run_blocks, save_student
+from gaupipe.models import convert, forward_with_maps, run_blocks, save_student
 from gaupipe.system.errors import UserError
 from gaupipe.vit.forward import embed
 from gaupipe.vit.saving import load_folder
@@ -173,6 +174,33 @@ def test_standard_attention_without_a_prior_is_timms_own_and_becomes_torchscript
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
+@pytest.mark.parametrize("way", ["state_dict", "traced", "onnx"])
+@pytest.mark.parametrize("key", comparing())
+def test_a_swapped_model_goes_through_torchs_tools(key, way, tmp_path):
+    model = random_pico(attention=key, depth=1)
+    twin = timm.create_model(PICO, attention=key, depth=1).eval()
+    x = images(model)
+    if way == "state_dict":
+        set_model_state_dict(twin, get_model_state_dict(model))
+        output = twin(x)
+    elif way == "traced":
+        output = torch.jit.trace(model, (x,))(x)
+    else:
+        onnxruntime = pytest.importorskip("onnxruntime")
+        file = tmp_path / "model.onnx"
+        torch.onnx.export(model, (x,), file, dynamo=False, input_names=["x"])
+        output = torch.from_numpy(onnxruntime.InferenceSession(file).run(None, {"x": x.numpy()})[0])
+    torch.testing.assert_close(output, model(x))
+
+
+@pytest.mark.parametrize("key", comparing())
+def test_an_attention_with_a_mask_is_traced(key):
+    attention = ATTENTION[key](8, 2)
+    arguments = (torch.randn(1, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril())
+    traced = torch.jit.trace(attention, arguments)
+    torch.testing.assert_close(traced(*arguments), attention(*arguments))
+
+
 def test_rezero_starts_as_the_identity_and_every_branch_can_grow():
     torch.manual_seed(0)
     model = timm.create_model(PICO, rezero=True)
@@ -287,6 +315,30 @@ def test_a_saved_student_comes_back_through_timm(kwargs, tmp_path):
     assert ({*described["mean"]}, {*described["std"]}) == ({0.5}, {0.2})
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert modes == dict.fromkeys(("config.json", "model.safetensors"), 0o640)
+
+
+def test_a_compiled_model_is_read_and_saved_as_the_model_in_it(tmp_path):
+    model = random_pico(depth=1)
+    compiled = torch.compile(model, backend="eager")
+    save_student(compiled, tmp_path / "student")
+    x = images(model)
+    again = timm.create_model(f"local-dir:{tmp_path / 'student'}", pretrained=True).eval()
+    torch.testing.assert_close(again(x), model(x))
+    torch.testing.assert_close(forward_with_maps(compiled, x)[0], model(x))
+    torch.testing.assert_close(convert(compiled, "belief2")(x), model(x))
+
+
+@pytest.mark.parametrize("kind", ["xp", "rpn", "18x2"])
+def test_blocks_that_are_not_timms_ordinary_ones_are_not_run_in_steps(kind):
+    model = timm.create_model(f"vit_base_patch16_{kind}_224", embed_dim=48, depth=1, num_heads=4)
+    with pytest.raises(UserError, match="cannot run a .*Block in steps: only timm's Block"):
+        forward_with_maps(model, torch.zeros(1, 3, 224, 224))
+
+
+def test_a_block_that_keeps_its_own_attention_gets_no_other():
+    arguments = dict(base="vit_base_patch16_xp_224", attention="belief", depth=1)
+    with pytest.raises(UserError, match="xp_224: a ParallelScalingBlock keeps its own attention"):
+        parameters("gauvit_converted", **arguments)
 
 
 def test_a_model_changed_after_construction_is_saved_as_it_is_now(tmp_path):

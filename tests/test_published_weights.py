@@ -58,6 +58,20 @@ def test_belief2_computes_what_the_published_model_does(published, key, load):
         torch.testing.assert_close(loaded(IMAGES), model(IMAGES), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", ["belief2", "belief_star", "belief"])
+def test_weights_assigned_to_a_model_without_memory_are_all_there(published, attention):
+    options = {"gated": True} if attention == "belief" else {}
+    arguments = dict(base=TINY, attention=attention, attention_options=options, **SIZES)
+    model = timm.create_model("gauvit_converted", device="meta", **arguments)
+    weights = published[0].state_dict()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model.load_state_dict(weights, assign=True)
+        loaded = timm.create_model("gauvit_converted", **arguments)
+        loaded.load_state_dict(weights)
+        torch.testing.assert_close(model.eval()(IMAGES), loaded.eval()(IMAGES))
+
+
 @pytest.mark.parametrize("load", WAYS)
 @pytest.mark.parametrize("key", OTHERS)
 def test_others_are_converted_and_say_that_they_need_fine_tuning(published, key, load):

@@ -177,7 +177,7 @@ def change(camvid, name, content):
         (None, ["--model", "no_such_vit"], "--model: timm cannot build no_such_vit"),
         (None, ["--model", "resnet18"], "resnet18"),
         (None, ["--model", "no_such_vit", "--pretrained"], "timm has no weights 'no_such_vit'"),
-        (None, ["--model", "vit_tiny_patch16_224", "--pretrained"], "--download fetches them"),
+        (None, ["--model", "vit_tiny_patch16_224", "--pretrained"], "download=True"),
         (None, ["--lr", "1e30"], "the loss is (nan|inf)"),
         (None, ["--out", "student/config.json"], "student/config.json: File exists"),
     ],

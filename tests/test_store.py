@@ -237,7 +237,7 @@ def test_mistakes_give_one_line(tmp_path):
         "gaussians of image 0 cannot be read: nothing is stored",
         lambda: store.open(url, allow_incomplete=True).gather([0]),
     )
-    refused("--overwrite replaces it", lambda: store.create(url, schema))
+    refused(r"overwrite=True \(--overwrite\) replaces it", lambda: store.create(url, schema))
     shard = writer.shards[0]
     refused(
         "has the arrays gaussians, logits, labels; given: logits",

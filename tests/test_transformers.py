@@ -234,6 +234,9 @@ def test_what_the_functions_cannot_do_is_refused():
         model_of("gpt2", "gau_attentionx", gau_options={"gama": 3.0})(torch.ones(1, 2).long())
     with pytest.raises(UserError, match="a finite number fits"):
         model_of("gpt2", "gau_attentionx", gau_options={"gamma": np.nan})(torch.ones(1, 2).long())
+    quoted = model_of("gpt2", "gau_attentionx", gau_options={"mask_diagonal": "false"})
+    with pytest.raises(UserError, match="is 'false'; true or false fits"):
+        quoted(torch.ones(1, 2).long())
 
 
 SMALL = dict(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)

@@ -477,7 +477,7 @@ def test_a_model_is_random_only_where_that_is_asked_for(pictures, tmp_path, in_p
     page = ("--html", tmp_path / "page.html", "--image", 0)
     code, out, err = in_process(*command, *page)
     assert (code, out, err.count("\n")) == (2, "", 1) and not any(tmp_path.iterdir())
-    assert "not on this machine: --download fetches them; --random-weights" in err
+    assert "not on this machine: download=True (--download) fetches them; --random-weights" in err
     code, _, err = in_process(*command, *page, "--random-weights")
     assert code == 0 and err.startswith("gaupipe: Random weights: vit_tiny_patch16_224")
     assert err.strip().removeprefix("gaupipe: ") in (tmp_path / "page.html").read_text()
@@ -486,7 +486,7 @@ def test_a_model_is_random_only_where_that_is_asked_for(pictures, tmp_path, in_p
 def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="not on this machine: --download"):
+    with pytest.raises(UserError, match=r"not on this machine: download=True \(--download\)"):
         open_model("hf-hub:somebody/mine", [pictures], to_look=True)
     repository = tmp_path / "models--somebody--mine"
     (repository / "refs").mkdir(parents=True)

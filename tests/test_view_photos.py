@@ -448,6 +448,27 @@ def test_a_photo_as_an_object_is_turned_as_its_file_is(folder, tmp_path):
     assert Image.open(written).size == (20, 60)
 
 
+@pytest.mark.parametrize(
+    "images",
+    [
+        torch.zeros(3, 8, 8),
+        np.zeros((8, 8, 3), np.float32),
+        np.zeros((2, 8, 8, 3), np.uint8),
+        [],
+        None,
+    ],
+    ids=["tensor", "floats", "batch", "none", "None"],
+)
+def test_a_notebook_refuses_what_is_no_image(images):
+    with pytest.raises(UserError, match="show: (image 0 is a .* should be|there are no images)"):
+        gaupipe.show(torch.nn.Identity(), images)
+
+
+def test_a_notebook_refuses_what_is_no_model_of_timm():
+    with pytest.raises(UserError, match="Identity: is not a model that timm"):
+        gaupipe.show(torch.nn.Identity(), ramps(8, 8))
+
+
 def test_a_notebook_shows_the_page(browser, folder, tmp_path):
     model = randomised(timm.create_model("vit_tiny_patch16_224", **SIZES)).train()
     images = [folder / "photos" / "wide.png", ramps(80, 50), np.asarray(ramps(40, 40))]

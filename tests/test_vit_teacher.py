@@ -284,7 +284,7 @@ def test_a_folder_as_timm_saves_it_is_loaded_and_runs_no_code(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "name,message",
     [
-        ("deit_tiny_patch16_224.fb_in1k", "not on this machine: --download fetches"),
+        ("deit_tiny_patch16_224.fb_in1k", "not on this machine: download=True"),
         ("vit_tiny_patch16_22", "timm has no weights 'vit_tiny_patch16_22'"),
         ("vit_tiny_patch16_224.nobody", "timm has no weights 'vit_tiny_patch16_224.nobody'"),
         ("gauvit_atto_patch4_32", "timm has no weights 'gauvit_atto_patch4_32'"),
@@ -321,7 +321,7 @@ def test_nothing_is_fetched_without_leave(monkeypatch, empty_cache):
         raise LocalEntryNotFoundError("cannot find the requested files,\nand so on")
 
     monkeypatch.setattr("timm.models._hub.hf_hub_download", fetch)
-    with pytest.raises(UserError, match=r"not on this machine: --download fetches"):
+    with pytest.raises(UserError, match="not on this machine: download=True"):
         load_network(PUBLISHED, data(224), {"num_classes": 0})
     assert not asked
     with pytest.raises(UserError, match=f"{PUBLISHED}: the hub .* cannot be reached"):

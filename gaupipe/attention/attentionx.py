@@ -63,7 +63,7 @@ def without_diagonal(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Te
     """The additive mask, in the type of q [B, H, T, .], with the diagonal hidden as well; -inf also
     where ``attn_mask`` has a lowest number."""
     tokens = q.shape[-2]
-    visible = ~torch.eye(tokens, dtype=torch.bool, device=q.device)
+    visible = torch.eye(tokens, device=q.device) == 0  # onnxruntime has no eye of bool
     if is_causal:
         visible = causal_mask(visible, tokens)
     if attn_mask is None:

@@ -151,10 +151,15 @@ class StudentAttention(Attention):
         """What the state_dict says of this attention: its class."""
         return type(self).__name__
 
+    @property
+    def trained_with(self) -> Tensor:
+        """:meth:`note` as bytes: torch.distributed.checkpoint looks for what the state_dict has."""
+        return torch.tensor([*self.note().encode()], dtype=torch.uint8)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.marks_weights:
-            destination[prefix + NOTE] = torch.tensor([*self.note().encode()], dtype=torch.uint8)
+            destination[prefix + NOTE] = self.trained_with
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *more: Any, **named: Any
@@ -336,11 +341,11 @@ def fused_attention(
     if attn_mask is not None:
         # not every kernel defines a query without keys: it reads all of them, and then nothing
         keyless = hidden_by(attn_mask).all(-1, keepdim=True)
-        attn_mask = attn_mask.masked_fill(keyless, attn_mask.dtype == torch.bool)
+        attn_mask = attn_mask.masked_fill(keyless, int(attn_mask.dtype == torch.bool))
     plain = attn_mask is None and not is_causal and not dropout and v.dtype.itemsize >= 4
     if plain and v.device.type == "cpu" and width < q.shape[-1] >= k.shape[-2] / 4:
         # a map no larger than q, k, v and heads of that width is faster than padding v
-        return (q * (scale or q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v
+        return (q * (scale or q.shape[-1] ** -0.5) @ k.transpose(-2, -1)).softmax(-1) @ v
     heads = F.scaled_dot_product_attention(
         q,
         k,

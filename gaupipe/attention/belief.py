@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gaupipe.attention.base import StudentAttention, choice
@@ -45,7 +44,8 @@ class BeliefAttention(StudentAttention):
     def load_standard(self, state_dict: dict[str, Any], prefix: str) -> None:
         super().load_standard(state_dict, prefix)
         if self.head_gate is not None:
-            state_dict[prefix + "head_gate"] = torch.zeros_like(self.head_gate)
+            weight = state_dict[prefix + "proj.weight"]
+            state_dict[prefix + "head_gate"] = weight.new_zeros(self.num_heads)
 
     def gates(self) -> Tensor:
         """g of each channel [d]."""

@@ -53,7 +53,7 @@ class Belief2Attention(StudentAttention):
     def start_from(self, matrices: dict[str, Tensor]) -> dict[str, Tensor]:
         """MH W = D W + (MH - D) W, so W_p = W (*proposition 1*); what is perpendicular to V has
         nothing for W_p, which is then 0."""
-        zero = torch.zeros_like(self.proj.weight)
+        zero = torch.zeros_like(next(iter(matrices.values())))
         parallel = matrices.get("MH - D", matrices.get("MH", zero))
         rest = {name: weight for name, weight in matrices.items() if name != "MH - D"}
         weight = matrix_of_mh(rest) if rest else zero
@@ -83,8 +83,8 @@ class Belief2Attention(StudentAttention):
         super().load_standard(state_dict, prefix)
         self.activation = nn.Identity()
         if self.z is not None:
-            small = nn.init.normal_(torch.empty_like(self.z.weight), std=SMALL_Z)
-            state_dict[prefix + "z.weight"] = small
+            small = state_dict[prefix + "proj.weight"].new_empty(self.z.weight.shape)
+            state_dict[prefix + "z.weight"] = nn.init.normal_(small, std=SMALL_Z)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V; with ``zz`` [Q, Z] and [K, Z] of twice the head width, whose product is Q

@@ -41,7 +41,7 @@ class BeliefStarAttention(StudentAttention):
         """W_s = 0, as belief-attention, unless the trained attention has a matrix for D_s. One
         without another, exclusive self-attention, leaves W at 0."""
         _first, second = MULTIPLIED[self.signal]
-        zero = torch.zeros_like(self.proj.weight)
+        zero = torch.zeros_like(next(iter(matrices.values())))
         local = matrices.get(second, zero)
         rest = {name: weight for name, weight in matrices.items() if name != second}
         weight = matrix_of_mh(rest) if rest else zero

@@ -33,7 +33,7 @@ def perpendicular(m: Tensor, v: Tensor) -> Tensor:
 
 @torch.fx.wrap  # in its own module: a node of traced graphs, whoever imports the function above
 def _perpendicular(m: Tensor, v: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return project_out(m, v)
     return _Perpendicular.apply(m, v)[0]
 

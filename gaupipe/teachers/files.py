@@ -150,6 +150,8 @@ def teacher_of_files(
     """A model, called ``source``, and the image ``files`` that lie at ``paths``. Its classes are
     ``named`` where their names are known. Raises UserError for a model whose attention cannot be
     seen."""
+    if not hasattr(model, "pretrained_cfg"):
+        raise UserError(f"{source}: is not a model that timm.create_model built")
     transform = resolve_model_data_config(model)
     own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if own_size:  # which may not be the size that its configuration is for
@@ -187,7 +189,8 @@ def load_given(source: str, download: bool, to_look: bool) -> Any:
         return load_model(source, download)
     except UserError as error:
         if to_look and not download and timm.is_model(source.split(".")[0]):
-            raise UserError(f"{error}; --random-weights shows the untrained model") from None
+            remedy = "--random-weights (in Python timm.create_model) shows the untrained model"
+            raise UserError(f"{error}; {remedy}") from None
         raise
 
 

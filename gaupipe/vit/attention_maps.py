@@ -112,13 +112,23 @@ class CapturedMaps:
         self.maps: dict[int, Tensor] = {}
         self.calls = 0
         """Attentions of the latest pass until now."""
+        self.calls_in_blocks = 0
+        """Those of timm's blocks, before one that the model's head has."""
+        self.images: int | None = None
+        """Images of the latest pass, where they are the model's first argument."""
         self.watching = False
         """True while the model itself runs: other models may run beside it."""
 
-    def start(self, *_hook: Any) -> None:
+    def start(self, _model: nn.Module, args: tuple[Any, ...]) -> None:
         self.maps.clear()
         self.calls = 0
+        self.images = None
+        if args and isinstance(args[0], Tensor) and args[0].ndim == 4:
+            self.images = len(args[0])
         self.watching = True
+
+    def end_blocks(self, *_hook: Any) -> None:
+        self.calls_in_blocks = self.calls
 
     def stop(self, *_hook: Any) -> None:
         self.watching = False
@@ -135,7 +145,7 @@ class CapturedMaps:
     @torch.no_grad()
     def add(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
         """Counts an attention, and keeps ``make(*args, queries=..., **kwargs)`` if it is wanted.
-        Raises UserError for queries that it has not."""
+        Raises UserError for queries that it has not, and for maps of parts of an image."""
         block = self.calls
         self.calls += 1
         if self.blocks is not None and block not in self.blocks:
@@ -145,6 +155,12 @@ class CapturedMaps:
         except IndexError as error:
             numbers = [] if self.queries is None else self.queries.tolist()
             raise UserError(f"queries {numbers}: {error}") from None
+        shape = tuple(self.maps[block].shape)
+        if len(shape) != 4 or self.images not in (None, shape[0]):
+            raise UserError(
+                f"attention {block} has maps of shape {shape}, not of [images, heads, queries, "
+                "keys]: it sees parts of an image, which capture cannot read"
+            )
 
     def see(self, *args: Any, **kwargs: Any) -> None:
         """Adds the map of a call of torch's attention while the model runs."""

@@ -95,7 +95,7 @@ def create_model(name: str, arguments: dict[str, Any], **weights: Any) -> nn.Mod
         return timm.create_model(name, **arguments, **weights)
     except LocalEntryNotFoundError:
         raise UserError(
-            f"{name}: the hub with its weights cannot be reached; --download needs a connection, "
+            f"{name}: the hub with its weights cannot be reached; a download needs a connection, "
             "local-dir:FOLDER a folder with config.json and model.safetensors"
         ) from None
     except Exception as error:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaupipe.attention.base import StudentAttention
 from gaupipe.system.errors import UserError
 from gaupipe.vit.attention_maps import AttentionReader, CapturedMaps, attention_map
 from gaupipe.vit.transformers_maps import interface_of_transformers
@@ -40,7 +41,7 @@ def capture(
              ``sdpa``, ``flex_attention`` or one of gaupipe's. Compiled, it runs uncompiled while
              its maps are captured
     blocks   numbers of the attention layers to keep, in the order of their calls; negative ones
-             count from the end. None keeps all
+             count from the end, where each block has one. None keeps all
     queries  numbers of the tokens whose rows are kept; the class token is 0. None keeps all
 
     Yields the dictionary {block: float32 [B, H, Q, T]} of the latest ``model(...)``, detached, on
@@ -48,25 +49,32 @@ def capture(
     with attention sinks, which take a part, and for queries without a key, whose rows are 0.
 
     Raises UserError for a model whose attention is not fused (``fused_attn = False``), for one in
-    which no attention was seen or fewer than it has blocks (CaiT), for one whose weights cannot be
-    told from the arguments of its attention, and for a block or a query that the model has not.
+    which no attention was seen or fewer than it has blocks (CaiT), for one that attends within
+    windows (DaViT), for one whose weights cannot be told from the arguments of its attention, and
+    for a block or a query that the model has not.
     """
     unfused = [
-        name for name, part in model.named_modules() if getattr(part, "fused_attn", True) is False
+        name
+        for name, part in model.named_modules()
+        if getattr(part, "fused_attn", True) is False and not isinstance(part, StudentAttention)
     ]
     if unfused:
         raise UserError(f"{unfused[0]} does not use fused attention: set its fused_attn to True")
     count = _number_of_blocks(model)
-    if blocks is not None and min(blocks, default=0) < 0 and count is None:
+    from_the_end = blocks is not None and min(blocks, default=0) < 0
+    if from_the_end and count is None:
         raise UserError("the model does not tell its number of blocks: count them from 0")
-    wanted = None
+    given = {}  # blocks as they were given, by their numbers from 0
     if blocks is not None:
-        wanted = {block + count if block < 0 and count else block for block in blocks}
-    captured = CapturedMaps(wanted, queries)
+        given = {block + count if block < 0 and count else block: block for block in blocks}
+    captured = CapturedMaps(None if blocks is None else given, queries)
     hooks = [
         model.register_forward_pre_hook(captured.start),
         model.register_forward_hook(captured.stop, always_call=True),
     ]
+    timm_blocks: Any = getattr(model, "blocks", ())
+    if len(timm_blocks):
+        hooks.append(timm_blocks[-1].register_forward_hook(captured.end_blocks))
     try:
         with (
             torch.compiler.set_stance("force_eager"),  # a graph runs without what is to be seen
@@ -77,21 +85,24 @@ def capture(
     finally:
         for hook in hooks:
             hook.remove()
+    name = type(model).__name__
     if not captured.calls:
-        name = type(model).__name__
         raise UserError(
             f"no attention of {name} was seen: was the model called, as model(...) and not by "
             "another method?"
         )
-    count_in_timm = len(getattr(model, "blocks", ()))
-    if captured.calls < count_in_timm:
+    seen = f"{name}: {captured.calls} attentions were seen in {count} blocks"
+    if captured.calls < len(timm_blocks):
         raise UserError(
-            f"{type(model).__name__}: {captured.calls} attentions were seen in {count_in_timm} "
-            "blocks: the others compute theirs by a way of their own, which capture cannot read"
+            f"{seen}: the others compute theirs by a way of their own, which capture cannot read"
         )
-    missing = sorted((wanted or set()) - captured.maps.keys())
+    if from_the_end and (captured.calls_in_blocks or captured.calls) != count:
+        raise UserError(f"{seen}: count blocks from 0 there")
+    missing = sorted(given.keys() - captured.maps.keys())
     if missing:
-        raise UserError(f"block {missing[0]}: the model has {captured.calls} attention layers")
+        raise UserError(
+            f"block {given[missing[0]]}: the model has {captured.calls} attention layers"
+        )
 
 
 @dataclass(frozen=True)
@@ -141,11 +152,16 @@ class Traced:
 
 def trace(model: nn.Module, images: Tensor, blocks: int) -> Traced:
     """The forward pass of a timm ViT on images [B, channels, height, width], as the model takes
-    them, with the maps and values of its first ``blocks`` attentions. Raises ValueError for
-    attention that is not fused."""
+    them, with the maps and values of its first ``blocks`` attentions. Raises ValueError unless each
+    block has one, which is fused."""
     maps: list[Tensor] = []
     values: list[Tensor] = []
     tokens: list[Tensor] = []
+    seen: list[int] = []  # attentions until the end of each block
+
+    def end_block(_block: nn.Module, _args: Any, output: Tensor) -> None:
+        tokens.append(output)
+        seen.append(len(maps))
 
     def see(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         maps.append(attention_map(query, key, value, *args, **kwargs))
@@ -153,18 +169,23 @@ def trace(model: nn.Module, images: Tensor, blocks: int) -> Traced:
         return maps[-1].to(value.dtype) @ value
 
     layers: Any = model.blocks
-    hooks = [layer.register_forward_hook(lambda *call: tokens.append(call[-1])) for layer in layers]
+    hooks = [layer.register_forward_hook(end_block) for layer in layers]
     try:
-        with torch.enable_grad(), AttentionReader(see):
+        with (
+            torch.inference_mode(False),  # and with gradients
+            torch.compiler.set_stance("force_eager"),
+            AttentionReader(see),
+        ):
             logits = model(images.detach().clone().requires_grad_())  # so that maps have gradients
     finally:
         for hook in hooks:
             hook.remove()
-    if len(maps) < blocks:
-        raise ValueError(f"{blocks - len(maps)} blocks do not use fused attention")
+    if seen[:blocks] != [*range(1, blocks + 1)]:
+        raise ValueError(f"{blocks} blocks should have one fused attention each")
     return Traced(logits, maps[:blocks], values[:blocks], tokens)
 
 
+@torch.inference_mode(False)
 def gradient_rollout(model: nn.Module, images: Tensor, classes: Tensor, blocks: int) -> Tensor:
     """The relevance of each token for each token of a timm ViT, for one class of each image.
 
@@ -174,11 +195,12 @@ def gradient_rollout(model: nn.Module, images: Tensor, classes: Tensor, blocks: 
 
     Returns float32 [B, L, T, T]: block by block R - I of *Chefer, Gur and Wolf 2021, Generic
     Attention-model Explainability (arXiv 2103.15679), eqs 5 and 6*: from R = I on, R += mean over
-    heads of (dlogit/dA * A)+ times R, with the attention map A of the block. Raises ValueError for
-    attention that is not fused.
+    heads of (dlogit/dA * A)+ times R, with the attention map A of the block. Raises ValueError as
+    :func:`trace`.
     """
     traced = trace(model, images, blocks)
-    return traced.rollout(traced.logits.gather(1, classes[:, None]).sum())
+    index = classes[:, None].clone()  # autograd takes none that inference_mode made
+    return traced.rollout(traced.logits.gather(1, index).sum())
 
 
 def _number_of_blocks(model: Any) -> int | None:

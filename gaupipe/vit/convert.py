@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from timm.layers import Attention
 from timm.models.vision_transformer import VisionTransformer
+from timm.utils import unwrap_model
 from torch import Tensor
 
 from gaupipe.attention.base import StudentAttention
@@ -37,6 +38,7 @@ def convert(model: Model, attention: str, **options: Any) -> Model:
     Raises UserError for an unknown attention or option, and for what it cannot convert: another
     model of timm, a block with another attention, and "gaussian" as the target.
     """
+    model = unwrap_model(model)
     attention_type = attention_class(attention)
     check_options(attention_type, options)
     if not attention_type.compares:

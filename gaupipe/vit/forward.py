@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,13 +40,17 @@ def run_blocks(
 
 
 def embed(model: VisionTransformer, images: Tensor) -> Tensor:
-    """The tokens [B, T, d] that the first block of a timm ViT gets. Raises UserError for a model of
-    another class."""
+    """The tokens [B, T, d] that the first block of a timm ViT gets. Raises UserError for a model or
+    blocks of another class."""
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     if not isinstance(model, VisionTransformer):
         raise UserError(
             f"cannot run the blocks of a {type(model).__name__} one by one: only those of timm's "
             "VisionTransformer"
         )
+    for block in model.blocks:
+        if not isinstance(block, Block):
+            raise UserError(f"cannot run a {type(block).__name__} in steps: only timm's Block")
     return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
 
 

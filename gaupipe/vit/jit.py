@@ -23,7 +23,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from gaupipe.system.errors import UserError
-from gaupipe.vit.models import GauViT, config_of, create_gauvit
+from gaupipe.vit.models import PLACELESS, GauViT, config_of, create_gauvit
 
 BOTTLENECK = 128
 """Channels that a patch has before it gets the width of the model."""
@@ -145,8 +145,7 @@ class JiT(GauViT):
             qk_norm=True,
         )
         fixed = ("rezero", "init_values", "pos_embed", "pre_norm", *parts)
-        placeless = ("class_token", "reg_tokens", "patch_drop_rate", "dynamic_img_size")
-        for name in (*fixed, *placeless):
+        for name in (*fixed, *PLACELESS):
             if kwargs.get(name):
                 raise UserError(f"{name}: a JiT is built without a choice of it, leave it out")
         super().__init__(**kwargs, **parts)

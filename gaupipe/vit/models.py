@@ -38,6 +38,8 @@ TIMM_ARGUMENTS = {
 }
 """Every keyword of timm's ``VisionTransformer`` with its default."""
 
+PLACELESS = ("class_token", "reg_tokens", "patch_drop_rate", "dynamic_img_size")
+"""Keywords of timm's with which a token may have no place on the grid."""
 
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
 timm_create_attn = vision_transformer._create_attn  # where timm looks a name up
@@ -176,15 +178,22 @@ class GauViT(VisionTransformer):
         if isinstance(self.patch_embed, ConvPatchEmbed):
             # timm adapts this layer to other channels than three, and notes its name in config.json
             self._traits = {"first_conv": self.patch_embed.first_conv}
-        if self.num_prefix_tokens and self.priors():
-            raise UserError(
-                f"attention {attention!r}: a class or register token has no place on the grid that "
-                "Gaussians lie on: take class_token and reg_tokens out"
-            )
+        for name in PLACELESS:
+            if self.priors() and {**TIMM_ARGUMENTS, **kwargs}[name]:
+                raise UserError(
+                    f"attention {attention!r}: with {name} a token has no place on the grid that "
+                    f"Gaussians lie on: take {name} out"
+                )
         ours = dict(attention=attention, attention_options=options, rezero=rezero, stem=stem)
         self.gaupipe_args = {**kwargs, **ours}
         for placement in ("device", "dtype"):
             self.gaupipe_args.pop(placement, None)
+
+    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
+        """As timm's. Raises UserError where tokens have their place on the grid."""
+        if any(name.endswith(".positions") for name, _ in self.named_buffers()):
+            raise UserError("set_input_size: this attention has a fixed grid: build another model")
+        super().set_input_size(*args, **kwargs)
 
     def priors(self) -> set[str]:
         """Names of the Gaussians that its attentions have learned for their tokens."""
@@ -197,9 +206,8 @@ class GauViT(VisionTransformer):
 
 
 def grid_of(arguments: dict[str, Any]) -> tuple[int, int] | None:
-    """(h, w) in tokens by the arguments of timm's ``VisionTransformer``; None where images may have
-    any size."""
-    if arguments["img_size"] is None or arguments["dynamic_img_size"]:
+    """(h, w) in tokens by the arguments of timm's ``VisionTransformer``; None without a size."""
+    if arguments["img_size"] is None:
         return None
     (height, width), patch = (to_2tuple(arguments[name]) for name in ("img_size", "patch_size"))
     return height // patch[0], width // patch[1]
@@ -335,5 +343,8 @@ def gauvit_converted(
         ratio = ffn.out_features / dim
         kwargs["mlp_ratio"] = matching_mlp_ratio(attention_type, without_memory, dim, ratio)
     model: Any = build(pretrained, attn_layer=attention_type, **kwargs)
+    for block in model.blocks:
+        if not any(isinstance(part, attention_type) for part in block.modules()):
+            raise UserError(f"{base}: a {type(block).__name__} keeps its own attention")
     model.gaupipe_args = dict(kwargs, base=base, attention=attention, attention_options=options)
     return model

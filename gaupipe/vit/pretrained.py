@@ -38,7 +38,7 @@ def load_pretrained(
     if file is None and not download:
         raise UserError(
             f"the weights of {name} ({config.hf_hub_id or config.url}) are not on this machine: "
-            "--download fetches them"
+            "download=True (--download) fetches them"
         )
     cached = None
     if file is not None:

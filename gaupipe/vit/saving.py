@@ -19,6 +19,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.layers import to_2tuple
 from timm.models import load_state_dict, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
+from timm.utils import unwrap_model
 from torch import nn
 
 from gaupipe.settings.sections import LOCAL
@@ -58,6 +59,7 @@ def save_student(
     did not build, for a folder that holds something else than a student, and unless there is a
     name for each class, where there are any.
     """
+    model = unwrap_model(model)  # of a compiled or parallel one
     if not hasattr(model, "pretrained_cfg"):
         raise UserError("save_student: takes a model that timm.create_model built")
     folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 from torch import nn
+
+from gaupipe.system.errors import UserError
 
 HEIGHT = 900
 
@@ -82,16 +85,30 @@ def show(
 
 
 def as_files(images: Any, folder: Path) -> list[Path]:
-    """The paths of images; those that are no paths are written to ``folder``."""
-    if isinstance(images, (str, Path, Image.Image, np.ndarray)):
+    """The paths of images; those that are no paths are written to ``folder``. Raises UserError for
+    what is no image, and without any."""
+    if isinstance(images, str) or not isinstance(images, Sequence):
         images = [images]
+    if not images:
+        raise UserError("show: there are no images")
     paths: list[Path] = []
     for number, image in enumerate(images):
         if isinstance(image, (str, Path)):
             paths.append(Path(image))
             continue
-        if isinstance(image, np.ndarray):
+        if is_picture(image):
             image = Image.fromarray(image)
+        if not isinstance(image, Image.Image):
+            raise UserError(
+                f"show: image {number} is a {type(image).__name__}: should be a path, Pillow's "
+                "image or an array of uint8 [height, width, 3] or [height, width]"
+            )
         paths.append(folder / f"image {number}.png")
         ImageOps.exif_transpose(image).save(paths[-1])
     return paths
+
+
+def is_picture(image: Any) -> bool:
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+        return False
+    return image.ndim == 2 or image.shape[2:] == (3,)
