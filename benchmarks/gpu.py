@@ -24,7 +24,7 @@ STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
     "tests": (
         120,
         "-m pytest -q -n 0 -m gpu {root}/tests/test_gpu.py",
-        "-k 'flex or xsa and float32'",
+        "-k 'xsa and float32'",
     ),
     "layers": (
         50,

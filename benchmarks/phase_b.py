@@ -129,7 +129,7 @@ def measure(
     labels = torch.randint(0, 10, (batch,), device=device)
     rng = np.random.default_rng()
     targets = maps.prefetch([rng.permutation(len(maps))[:batch] for _ in range(2 * rounds + 10)])
-    forward, with_loss = model, FeatureLoss(model, compiled=arguments.compile)
+    forward, with_loss = model, FeatureLoss(model)
     if arguments.compile:
         forward, with_loss = torch.compile(model), torch.compile(with_loss)
     reader = None

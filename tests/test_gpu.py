@@ -11,7 +11,6 @@ import timm
 import torch
 
 from gaupipe.attention import STUDENTS
-from gaupipe.attention.kernels import attention_with_normaliser
 from runs import run_main
 
 DEVICE = os.environ.get("GAUPIPE_TEST_DEVICE", "cuda")
@@ -61,25 +60,6 @@ def test_values_and_gradients_of_an_attention(key, how):
     for name, parameter in on_cpu.named_parameters():
         if parameter.grad is not None:
             check_close(gradients[name].grad, parameter.grad, 2 * TOLERANCE[how])
-
-
-@pytest.mark.parametrize("diagonal", [False, True], ids=["", "hidden-diagonal"])
-def test_the_log_normaliser_of_flex_attention(diagonal):
-    torch.manual_seed(0)
-    here = [torch.randn(2, 3, 64, 32, requires_grad=True) for _ in range(3)]
-    there = [one.detach().to(DEVICE).requires_grad_() for one in here]
-    hidden = torch.eye(64, dtype=torch.bool) if diagonal else None
-    compiled = torch.compile(attention_with_normaliser)
-    results = []
-    for function, (q, k, v) in ((attention_with_normaliser, here), (compiled, there)):
-        mask = None if hidden is None else hidden.to(q.device)
-        results.append(function(q, k, v, mask, 0.2))
-        heads, normaliser = results[-1]
-        (heads.square().mean() + normaliser.square().mean()).backward()
-    for one, other in zip(results[1], results[0], strict=True):
-        check_close(one, other, 1e-3)
-    for one, other in zip(there, here, strict=True):
-        check_close(one.grad, other.grad, 1e-3)
 
 
 def test_the_stages_on_the_digits(tmp_path):

@@ -1,5 +1,5 @@
-"""The orthogonal projection, for vectors of any length and derivatives of any order, and fused
-attention with its log-normaliser: against numpy and explicit maps."""
+"""The orthogonal projection, for vectors of any length and derivatives of any order: against
+numpy."""
 
 import numpy as np
 import pytest
@@ -8,14 +8,9 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gaupipe.attention import ATTENTION, comparing, kernels
+from gaupipe.attention import ATTENTION, comparing
 from gaupipe.attention.base import per_head
-from gaupipe.attention.kernels import (
-    attention_with_normaliser,
-    flex_with_normaliser,
-    has_normaliser_kernel,
-    perpendicular,
-)
+from gaupipe.attention.kernels import perpendicular
 
 HEADS = 2
 PROJECTIONS = {1: perpendicular, HEADS: lambda m, v: per_head(perpendicular, m, v, HEADS)}
@@ -150,57 +145,3 @@ def test_derivatives_of_a_layer_and_of_single_images(key):
         torch.nn.functional.cross_entropy(model(images[i : i + 1]), labels[i : i + 1]).backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name][i], parameter.grad)
-
-
-def explicit(q, k, v, hidden, scale):
-    scores = scale * q @ k.mT
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-@pytest.mark.parametrize("hidden", [None, torch.eye(16, dtype=torch.bool)], ids=["all", "others"])
-def test_the_kernels_have_the_values_and_gradients_of_explicit_attention(hidden, recwarn):
-    """flex_attention, for GPUs, has no backward pass on a CPU."""
-    torch.manual_seed(0)
-    wide, narrow = torch.randn(2, 2, 3, 16, 32), torch.randn(2, 3, 16, 16)
-    results = []
-    for attend in (attention_with_normaliser, explicit):
-        leaves = [x.clone().requires_grad_() for x in (*wide, narrow)]
-        heads, normaliser = attend(*leaves, hidden, 0.3)
-        (heads.square().sum() + normaliser.sin().sum()).backward()
-        results.append([heads, normaliser, *(leaf.grad for leaf in leaves)])
-    with torch.no_grad():
-        results[0] += flex_with_normaliser(narrow, narrow, narrow, hidden, 0.3)
-        results[1] += explicit(narrow, narrow, narrow, hidden, 0.3)
-    for value, expected in zip(*results, strict=True):
-        torch.testing.assert_close(value, expected, rtol=2e-5, atol=2e-5)
-    assert not [w for w in recwarn if "return_lse" in str(w.message)]  # an old way to ask for it
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_normaliser_has_its_gradient_where_the_heads_have_none(dtype):
-    """As for patches where only the class token is read: one query in two, and all of an image."""
-    torch.manual_seed(0)
-    leaves = [torch.randn(2, 3, 16, 16).to(dtype).requires_grad_() for _ in range(3)]
-    weights = torch.randn(2, 3, 16, 16)
-    weights[0, :, ::2] = 0
-    weights[1] = 0
-    gradients = []
-    for attend, wide in ((attention_with_normaliser, dtype), (explicit, torch.float64)):
-        heads, normaliser = attend(*(leaf.to(wide) for leaf in leaves), None, 0.3)
-        loss = (weights * heads).sum() + (1e-3 * normaliser.sin()).sum()
-        gradients.append(torch.autograd.grad(loss, leaves))
-    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
-    for value, expected in zip(*gradients, strict=True):
-        error = (value.double() - expected.double()).flatten(1).norm(dim=1)
-        bound = tolerance * expected.double().flatten(1).norm(dim=1) + 1e-10
-        assert (error <= bound).all(), (error, bound)
-
-
-def test_without_the_private_operator_there_is_no_kernel(monkeypatch):
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert has_normaliser_kernel(cpu, compiled=False) and has_normaliser_kernel(gpu, compiled=True)
-    assert not has_normaliser_kernel(gpu, compiled=False)
-    monkeypatch.setattr(kernels, "CPU_KERNEL", "no_such_operator")
-    assert not has_normaliser_kernel(cpu, compiled=False)

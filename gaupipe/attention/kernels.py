@@ -1,7 +1,4 @@
-"""Orthogonal projection, and fused attention that also gives its log-normaliser.
-
-Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width.
-"""
+"""Orthogonal projection, of vectors of any length. Axis letter: d model width."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -124,103 +120,3 @@ def pad_to(x: Tensor, width: int) -> Tensor:
     if missing == 0:
         return x
     return F.pad(x, (0, missing))
-
-
-CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
-"""A private operator: later versions of torch may be without it."""
-
-
-def has_normaliser_kernel(device: torch.device, compiled: bool) -> bool:
-    """True if :func:`attention_with_normaliser` works: on a CPU whose torch has the operator, on a
-    GPU inside torch.compile."""
-    if device.type == "cpu":
-        return hasattr(torch.ops.aten, CPU_KERNEL)
-    return device.type == "cuda" and compiled
-
-
-def attention_with_normaliser(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """softmax(q k' scale) v [B, H, T, d_m] without ``hidden`` keys [T, T] bool, and the
-    log-normaliser of each query [B, H, T], both differentiable, by a fused kernel; more than one
-    token."""
-    if q.device.type == "cpu":
-        return _AttentionWithNormaliser.apply(q, k, v, hidden, scale)
-    return flex_with_normaliser(q, k, v, hidden, scale)
-
-
-def flex_with_normaliser(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """:func:`attention_with_normaliser` by flex_attention, which has no backward pass on a CPU."""
-    mask = None
-    if hidden is not None:
-
-        def visible(_image: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return ~hidden[query, key]
-
-        size = hidden.shape[-1]
-        mask = create_block_mask(visible, None, None, size, size, device=q.device)
-    lse = AuxRequest(lse=True)
-    heads, more = flex_attention(q, k, v, block_mask=mask, scale=scale, return_aux=lse)
-    assert more.lse is not None
-    return heads, more.lse
-
-
-class _AttentionWithNormaliser(torch.autograd.Function):
-    """:func:`attention_with_normaliser` by the CPU's fused kernel, whose own gradient leaves the
-    normaliser out.
-
-    The kernel's gradient of the scores is s_ij (dO_i v_j - D_i), where it takes D_i = sum(dO_i *
-    O_i) from the output O that it is given. The normaliser's gradient g adds g_i s_ij, so the
-    kernel is given O_i - g_i dO_i / |dO_i|^2, which makes D_i smaller by g_i.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        ctx.width = v.shape[-1]
-        ctx.scale = scale
-        mask = None
-        v = pad_to(v, q.shape[-1])
-        if hidden is not None:
-            mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-        kernel = getattr(torch.ops.aten, CPU_KERNEL)
-        heads, log_normaliser = kernel(q, k, v, attn_mask=mask, scale=scale)
-        ctx.save_for_backward(q, k, v, mask, heads, log_normaliser)
-        return heads[..., : ctx.width], log_normaliser
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_heads: Tensor, grad_normaliser: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, mask, heads, log_normaliser = ctx.saved_tensors
-        grad_heads = pad_to(grad_heads, q.shape[-1])
-        if q.dtype == torch.float16:  # too narrow for the quotient
-            q, k, v, heads, grad_heads = (x.float() for x in (q, k, v, heads, grad_heads))
-            mask = None if mask is None else mask.float()
-        squared = at_least_float32(grad_heads).square().sum(-1, keepdim=True)  # [B, H, T, 1]
-        # A row without a gradient, such as a patch's where only the class token is read, gets one
-        # too small to be seen in dv.
-        lacks = squared < LEAST_GRADIENT**2
-        grad_heads = grad_heads.masked_fill(lacks, LEAST_GRADIENT)
-        squared = squared.masked_fill(lacks, LEAST_GRADIENT**2 * q.shape[-1])
-        factor = grad_normaliser.unsqueeze(-1) / squared
-        dq, dk, dv = getattr(torch.ops.aten, f"{CPU_KERNEL}_backward")(
-            grad_heads,
-            q,
-            k,
-            v,
-            torch.addcmul(heads, factor.to(heads.dtype), grad_heads, value=-1),
-            log_normaliser,
-            0.0,
-            False,
-            attn_mask=mask,
-            scale=ctx.scale,
-        )
-        return dq, dk, dv[..., : ctx.width], None, None
-
-
-LEAST_GRADIENT = 1e-15
-"""Length of the gradient of a row's output. Its square is a normal number in float32."""

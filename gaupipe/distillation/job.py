@@ -77,7 +77,7 @@ class StudentLosses(LabelLosses):
         self.teacher_maps = teacher_maps
         self.teacher_predicts = teacher_predicts
         if phase.gamma:
-            with_loss = FeatureLoss(student, phase.temperature, phase.divergence, compile)
+            with_loss = FeatureLoss(student, phase.temperature, phase.divergence)
             self.forward_with_loss = torch.compile(with_loss) if compile else with_loss
 
     def forward(self, batch: Batch, gamma: float = 0.0, alpha: float = 0.0) -> StepLosses:

@@ -7,9 +7,8 @@ width, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,19 +18,16 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gaupipe.attention.base import StudentAttention, fused_attention
-from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
+from gaupipe.attention.base import StudentAttention
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.batches import Batch
 from gaupipe.data.draws import QUERIES, uniforms
 from gaupipe.data.mixing import Mix, mixed_map
-from gaupipe.maps.gaussians import Geometry, outer
+from gaupipe.maps.gaussians import Geometry
 from gaupipe.maps.stored import Seen, StoredAttention
 from gaupipe.system.errors import UserError
 from gaupipe.vit.forward import run_blocks
 
-MakeMap = Callable[[], Tensor]
-"""Makes a teacher's map [B or 1, H or 1, T, T]."""
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -155,21 +151,11 @@ class TeacherMaps:
     def map(self, layer: int) -> Tensor:
         """The rows [B or 1, H or 1, Q, T] float32 of the map for a block of the student; they sum
         to 1."""
-        maps = self.stored.map(self._stored_layer(layer), self.seen)
+        stored = self.layers[layer]
+        assert stored is not None  # nobody asks for the map of a block that is not compared
+        maps = self.stored.map(stored, self.seen)
         maps = mixed_map(maps, self.mixed, self.grid, self.queries)
         return maps.mean(1, keepdim=True) if self.heads == "mean" else maps
-
-    def remade(self, layer: int, hidden: Tensor | None) -> tuple[MakeMap, Tensor | None]:
-        """What makes the map for a block of the student that hides keys [T, T], bool, from each
-        query; and the entropy [B or 1, H or 1, T] of its rows where it is known without them."""
-        axes = self.stored.axes(self._stored_layer(layer), self.seen)
-        if axes and self.heads != "mean" and not self.mixed:
-            if hidden is None:
-                return partial(outer, *axes), entropy(axes[0]) + entropy(axes[1])
-            return partial(map_of_factors, *axes, hidden), None
-        if hidden is None:
-            return partial(self.map, layer), None
-        return lambda: without_keys(self.map(layer), hidden), None
 
     @property
     def seen(self) -> Seen:
@@ -178,32 +164,14 @@ class TeacherMaps:
         heads = None if self.heads == "mean" else self.heads
         return Seen(heads, self.geometry, grid, self.queries)
 
-    def _stored_layer(self, layer: int) -> int:
-        stored = self.layers[layer]
-        assert stored is not None  # nobody asks for the map of a block that is not compared
-        return stored
-
 
 @dataclass
 class ConstantMaps(TeacherMaps):
-    """Maps that are the same for all images and blocks, whatever the batch: made once and kept,
-    where all queries are compared."""
-
-    def __post_init__(self) -> None:
-        self._made: dict[bool, tuple[Tensor, Tensor]] = {}
+    """Maps that are the same for all images and blocks, whatever the batch."""
 
     def of(self, batch: Batch) -> TeacherMaps:
         """The maps of a batch: these, of any."""
         return self
-
-    def remade(self, layer: int, hidden: Tensor | None) -> tuple[MakeMap, Tensor | None]:
-        """As the base. All blocks of a student hide the same keys."""
-        key = hidden is None
-        if key not in self._made:
-            maps = super().remade(layer, hidden)[0]()
-            self._made[key] = maps, entropy(maps)
-        maps, row_entropy = self._made[key]
-        return lambda: maps, row_entropy
 
 
 def drawn_queries(
@@ -228,12 +196,10 @@ class FeatureLoss:
     """The pass of ``student(images)`` with L_feat: (logits [B, C], the sum over blocks of the
     divergence of their rows from the teacher's).
 
-    Updates come from the fused kernel of plain training, and no T x T map is kept for the backward
-    pass. Where the attention hides the diagonal, the teacher's rows are renormalised without it.
-    Of a student with class and register tokens the rows of patches over patches are compared,
-    renormalised (:func:`patch_map`). Drawn queries, dropout of attention, a temperature and another
-    divergence than KL(teacher || student) need the student's rows, a block at a time. ``compiled``
-    says that torch.compile will be at work.
+    Updates come from the fused attention of plain training; beside it the rows that are compared
+    are made, a block at a time. Where the attention hides the diagonal, the teacher's rows are
+    renormalised without it. Of a student with class and register tokens the rows of patches over
+    patches are compared, renormalised (:func:`patch_map`).
     Raises UserError for a student without attention maps.
     """
 
@@ -242,7 +208,6 @@ class FeatureLoss:
         student: VisionTransformer,
         temperature: float = 1.0,
         divergence: str = "teacher_student",
-        compiled: bool = False,
     ) -> None:
         check_has_maps(student)
         blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
@@ -251,14 +216,7 @@ class FeatureLoss:
         self.divergence = divergence
         self.attentions = [in_steps(block.attn) for block in blocks]
         self.prefix = student.num_prefix_tokens
-        first = self.attentions[0]
         self.patches: int = student.patch_embed.num_patches
-        self.fused = (
-            (temperature, divergence) == (1.0, "teacher_student")
-            and not first.attn_drop.p
-            and self.patches > 1
-            and has_normaliser_kernel(first.proj.weight.device, compiled)
-        )
 
     def __call__(self, images: Tensor, teacher_maps: TeacherMaps) -> tuple[Tensor, Tensor]:
         divergences: dict[int, Tensor] = {}
@@ -268,21 +226,16 @@ class FeatureLoss:
                 return attention(tokens)
             steps = self.attentions[layer]
             q, k, v = steps.project(tokens)  # [B, H, prefix + T, d_m] each
-            compare = self.compare_maps
-            if self.fused and teacher_maps.queries is None:
-                compare = self.compare_fused
-            heads, divergence = compare(layer, q, k, v, teacher_maps)
+            divergence = self.of_block(layer, q, k, teacher_maps)
             divergences.setdefault(layer, divergence)  # one that is computed again is not kept
+            heads = steps.attend(q, k, v, None, False)
             return steps.output(heads, v, tokens)  # [B, prefix + T, d]
 
         logits = run_blocks(self.student, images, attend)
         return logits, sum(divergences.values(), logits.new_zeros((), dtype=torch.float32))
 
-    def compare_maps(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher_maps: TeacherMaps
-    ) -> tuple[Tensor, Tensor]:
-        """The heads [B, H, prefix + T, d_m] and the divergence of one block, by the rows of the
-        student's map that are compared, which are made again for the gradient."""
+    def of_block(self, layer: int, q: Tensor, k: Tensor, teacher_maps: TeacherMaps) -> Tensor:
+        """The divergence of one block, from its queries and keys [B, H, prefix + T, d_m]."""
         attention = self.attentions[layer]
         hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
         patch_q = q[..., self.prefix :, :]
@@ -299,54 +252,11 @@ class FeatureLoss:
             teacher_map = teacher_maps.map(layer)
             return feature_loss(log_map, teacher_map, self.temperature, self.divergence, hidden)
 
-        divergence = checkpoint(
-            compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
-        )
-        return attention.attend(q, k, v, None, False), divergence
-
-    def compare_fused(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher_maps: TeacherMaps
-    ) -> tuple[Tensor, Tensor]:
-        """As :meth:`compare_maps` for KL(teacher || student), without the student's map.
-
-        With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P
-        k) - H(P): only the log-normaliser Z [B, H, T] of the student's map is needed.
-        """
-        attention = self.attentions[layer]
-        hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
-        queries, keys, values = q, k, v
-        if self.prefix:  # even a slice of all has a gradient that is copied
-            queries, keys, values = (x[..., self.prefix :, :] for x in (q, k, v))
-        heads, log_normaliser = attention_with_normaliser(
-            queries, keys, values, hidden, attention.scale
-        )
-        make_map, row_entropy = teacher_maps.remade(layer, hidden)
-        pulled, row_entropy = _MapTimesKeys.apply(make_map, row_entropy, keys)
-        towards = attention.scale * (queries.float() * pulled.float()).sum(-1)  # [B, H, T]
-        divergence = (log_normaliser - towards - row_entropy).mean()
-        if self.prefix:
-            heads = self._with_prefix(attention, q, k, v, heads, log_normaliser)
-        return heads, divergence
-
-    def _with_prefix(
-        self, attention: Any, q: Tensor, k: Tensor, v: Tensor, heads: Tensor, normaliser: Tensor
-    ) -> Tensor:
-        """The heads [B, H, P + T, d_m] over all keys, from those of patches over patches [B, H, T,
-        d_m] and the log-normalisers [B, H, T] of these.
-
-        A softmax over the normaliser and the scores of the P tokens in front weighs what patches
-        see in patches against what they see in those tokens: no difference of near numbers.
-        """
-        prefix = self.prefix
-        tokens = q.shape[-2]
-        hidden = attention.hidden_keys(tokens, q.device)  # [P + T, P + T]
-        visible = None if hidden is None else ~hidden[:prefix]
-        front = fused_attention(q[..., :prefix, :], k, v, visible, 0.0, False, attention.scale)
-        scores = attention.scale * (q[..., prefix:, :] @ k[..., :prefix, :].mT)  # [B, H, T, P]
-        weights = torch.cat([normaliser.unsqueeze(-1), scores.to(normaliser.dtype)], dim=-1)
-        weights = weights.softmax(-1).to(v.dtype)
-        seen = weights[..., :1] * heads + weights[..., 1:] @ v[..., :prefix, :]
-        return torch.cat([front, seen.to(front.dtype)], dim=-2)
+        queries, width = patch_q.shape[-2:]
+        if queries <= width:
+            return compare(patch_q, patch_k)
+        # the rows have more numbers than the keys: they are not kept, but made again
+        return checkpoint(compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False)
 
 
 def check_has_maps(student: VisionTransformer) -> None:
@@ -357,34 +267,6 @@ def check_has_maps(student: VisionTransformer) -> None:
             f"{type(first.attn).__name__} compares no queries with keys, so it has no attention "
             "map to compare with a teacher's: set phase_b.gamma=0"
         )
-
-
-class _MapTimesKeys(torch.autograd.Function):
-    """P k [B, H, T, d_m] for keys k and a map P that is made again for the gradient; and H(P)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, make_map: MakeMap, row_entropy: Tensor | None, k: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.make_map = make_map
-        maps = make_map()
-        if row_entropy is None:
-            row_entropy = entropy(maps)
-        ctx.mark_non_differentiable(row_entropy)
-        # einsum makes no copy for each image of a map that all images share
-        return torch.einsum("bhqk,bhkd->bhqd", maps.to(k.dtype), k), row_entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, None, Tensor]:
-        maps = ctx.make_map().to(grad.dtype)  # of one head, or of all
-        return None, None, torch.einsum("bhqk,bhqd->bhkd", maps, grad)
-
-
-def map_of_factors(along_y: Tensor, along_x: Tensor, hidden: Tensor) -> Tensor:
-    """The map [B, H, T, T] of two factors [B, H, T, h] and [B, H, T, w] without its ``hidden`` keys
-    [T, T], renormalised. A query that looked at hidden keys alone looks at all others alike."""
-    maps = outer(along_y, along_x).clamp_min_(SMALLEST).masked_fill_(hidden, 0.0)
-    return maps.div_(maps.sum(-1, keepdim=True))
 
 
 def entropy(maps: Tensor) -> Tensor:

@@ -70,9 +70,6 @@ class StoredRows:
         """As :meth:`StoredGaussians.rows`, of all tokens."""
         return self._rows(layer, None)
 
-    def axes(self, layer: int, seen: Seen = AS_STORED) -> None:
-        """A map of this kind has no factors."""
-
     def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
         """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
         moves = seen.geometry is not None or seen.grid is not None
