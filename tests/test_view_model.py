@@ -499,7 +499,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypa
 def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     model = timm.create_model("vit_tiny_patch16_224", **SIZES | dict(img_size=256))
     size, note = reduce_size(model)
-    assert size == 160 and "--image-size 256 shows all" in note
+    assert size == 160 and "image_size=256 (--image-size) shows all" in note
 
 
 def test_outputs_that_are_no_numbers_are_refused(pictures, tmp_path):

@@ -218,7 +218,8 @@ def reduce_size(model: Any) -> tuple[int | None, str]:
     size = MOST_PATCHES * patch
     pixels = max(grid) * patch
     return size, (
-        f"Shown at {size} pixels, of the model's {pixels}: --image-size {pixels} shows all."
+        f"Shown at {size} pixels, of the model's {pixels}: image_size={pixels} (--image-size) "
+        "shows all."
     )
 
 
@@ -231,6 +232,6 @@ def set_size(model: Any, image_size: int, source: str) -> None:
         model.set_input_size(img_size=image_size)
     except (AttributeError, AssertionError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"--image-size {image_size}: {source} cannot take it ({str(error).splitlines()[0]}); "
-            f"its patches have {patch} pixels"
+            f"image_size={image_size} (--image-size): {source} cannot take it "
+            f"({str(error).splitlines()[0]}); its patches have {patch} pixels"
         ) from None
