@@ -252,10 +252,10 @@ class FeatureLoss:
             teacher_map = teacher_maps.map(layer)
             return feature_loss(log_map, teacher_map, self.temperature, self.divergence, hidden)
 
-        queries, width = patch_q.shape[-2:]
-        if queries <= width:
+        keys, width = patch_k.shape[-2:]
+        if keys <= width:
             return compare(patch_q, patch_k)
-        # the rows have more numbers than the keys: they are not kept, but made again
+        # a row is longer than its query: it is not kept for the gradient, but made again
         return checkpoint(compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False)
 
 
