@@ -48,9 +48,8 @@ def starts(
 ) -> contextlib.AbstractContextManager[None]:
     """:func:`begins`, of a job with these settings."""
     attention = attention or settings.model.attention
-    data = settings.data
     model = model or f"{settings.model.name}, attention {attention}"
-    return begins(f"{what}: {data.root or data.name}, {model}, into {folder}")
+    return begins(f"{what}: {settings.data.title}, {model}, into {folder}")
 
 
 def import_file(path: Path) -> None:

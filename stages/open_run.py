@@ -67,7 +67,7 @@ class Run:
     def __repr__(self) -> str:
         settings = self.settings
         lines = [
-            f"run {self.directory.path}: {settings.data.root or settings.data.name}, "
+            f"run {self.directory.path}: {settings.data.title}, "
             f"{settings.model.name}, teacher {settings.phase_a.teacher}"
         ]
         for kind, distilled in (("distilled", True), ("plain", False)):

@@ -933,9 +933,9 @@ DATA = [
             lambda folder: photos(folder / "pictures/unlabelled", ("a",), size=(5, 5)),
         )
         for more, names in (
-            ("--teacher local", "data.unlabelled local resnet"),
+            ("--teacher local", "data.unlabelled local resnet pictures/unlabelled"),
             ("--teacher gaussian", "data.unlabelled gaussian resnet"),
-            ("--set phase_b.alpha=0", "phase_b.alpha data.unlabelled"),
+            ("--set phase_b.alpha=0", "phase_b.alpha pictures/unlabelled"),
             ("--set phase_b.gamma=0.1", "phase_b.gamma resnet phase_b.gamma=0"),
             ("--teacher resnet --set phase_b.warm_start=teacher", "phase_b.warm_start resnet"),
         )

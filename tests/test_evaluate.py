@@ -198,10 +198,10 @@ def replace_a_test_image(photos: Path) -> None:
     "change, message",
     [
         (rename_a_class, "'ant' has gone, 'wasp' is new"),
-        (relabel_an_image, "the training images of data set photos were others"),
-        (add_an_image, "the training images of data set photos were others"),
-        (delete_an_image, "the training images of data set photos were others"),
-        (replace_a_test_image, "the test images of data set photos were others"),
+        (relabel_an_image, "('ant/3.png' has gone, 'bee/30.png' is new)"),
+        (add_an_image, "when the run began ('ant/30.png' is new)"),
+        (delete_an_image, "were others when the run began ('ant/3.png' has gone)"),
+        (replace_a_test_image, "(the same names, but other content or order)"),
     ],
 )
 def test_other_images_than_those_of_the_run_are_not_scored(

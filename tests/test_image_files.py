@@ -171,9 +171,12 @@ def test_folders_beside_the_splits_are_named(root, capfd):
 
 
 def test_a_class_may_have_the_name_of_a_split(root):
+    """In a folder train/ alone: else it may be meant for one."""
+    shutil.rmtree(root / "val")
     (root / "train" / "cat").rename(root / "train" / "valid")
     (root / "train" / "dog").rename(root / "train" / "invalid")
-    assert load(root / "train").train.source.class_names == ("invalid", "valid")
+    assert load(root).train.source.class_names == ("invalid", "valid")
+    assert f"{root}/train/valid would be a class like the folders" in refused(root / "train")
 
 
 def test_the_same_folders_in_every_class_are_the_classes(root):
@@ -189,6 +192,21 @@ def test_the_same_folders_in_every_class_are_the_classes(root):
         (root / "train" / name).mkdir()
         (root / "images").rename(root / "train" / name / "images")
     assert load(root).train.source.class_names == ("cat", "dog")
+
+
+@pytest.mark.parametrize("names", [["dog"], ["cat", "dog"]])
+def test_classes_in_a_folder_of_a_split_hold_any_folders(root, names):
+    """One class alone, or the same in each. In any other folder these look like classes."""
+    for split in ("train", "val"):
+        for name in names:
+            for number, path in enumerate(sorted((root / split / name).iterdir())):
+                year = root / split / name / str(2019 + number % 2)
+                year.mkdir(exist_ok=True)
+                path.rename(year / path.name)
+    data = load(root)
+    assert np.bincount(data.train.labels).tolist() == [10, 10]
+    assert np.bincount(data.val.labels).tolist() == [2, 2]
+    assert "folders 2019, 2020" in refused(root / "train")
 
 
 def test_image_ids_follow_the_sorted_classes_and_paths(root):
@@ -388,8 +406,8 @@ FOLDERS = {
     "1 of 2 classes have one image alone, such as 'cat'": lambda root: remove(
         root / "val", *(root / "train" / "cat").glob("[1-9].bmp")
     ),
-    "if the images of a run have moved, repeat its command (run, phase-a or train)": lambda root: (
-        root.rename(root.with_name("moved"))
+    "if the images of a run have moved, repeat its command (run; phase-a or train with --resume)": (
+        lambda root: root.rename(root.with_name("moved"))
     ),
 }
 

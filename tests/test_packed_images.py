@@ -14,14 +14,17 @@ from timm.data import create_dataset
 
 from arguments import sets
 from gaupipe.data.folder import place_of, whole_place
+from gaupipe.data.sources import images_with_labels
 from gaupipe.data.splits import load_data
 from gaupipe.data.tar import find_archives, images_in
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.imports import pip_install
 from pictures import photos
+from runs import run_main
 
 datasets = pytest.importorskip("datasets")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 
 @pytest.fixture(autouse=True)
@@ -118,12 +121,50 @@ def test_a_tar_for_each_class(folder, tmp_path):
     assert same(load(tmp_path / "tars"), load(folder / "train"))
 
 
+def test_an_archive_beside_class_folders_is_left_out_and_said(folder, capsys):
+    shutil.rmtree(folder / "val")
+    expected = load(folder)
+    tar(folder / "train" / "old.tar", folder / "train" / "cat")
+    assert same(load(folder), expected)
+    said = f"files that are no images: 1, such as {folder}/train/old.tar"
+    assert said in capsys.readouterr().err
+
+
 def test_two_splits_of_one_meaning_are_refused(folder, tmp_path):
     table = rows(folder / "train")
     splits = datasets.DatasetDict(train=table, test=table, testing=table)
     splits.save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(UserError, match="has two splits for test, testing is one of them"):
         load(tmp_path, "hfds/saved")
+
+
+def labelled(data):
+    return images_with_labels(str(data), DataSettings(image_size=8))
+
+
+@pytest.mark.parametrize("packed", ["x.tar", "hfds/{}/saved"])
+def test_test_images_are_scored_rather_than_those_trained_on(folder, tmp_path, capsys, packed):
+    photos(folder / "test", count=2, size=(9, 9))
+    tar(tmp_path / "x.tar", folder)
+    parts = {part: rows(folder / part) for part in ("train", "val", "test")}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    data = tmp_path / "x.tar" if packed == "x.tar" else packed.format(tmp_path)
+    expected = labelled(folder / "test")
+    assert "is taken" not in capsys.readouterr().err
+    images = labelled(data)
+    assert images.fingerprint() == expected.fingerprint()
+    assert images.class_names == expected.class_names
+    assert f"--data {data}: test is taken (" in capsys.readouterr().err
+
+
+def test_a_single_split_is_scored_whatever_its_name(folder, tmp_path, capsys):
+    expected = labelled(folder / "val").fingerprint()
+    files = sorted((folder / "val").rglob("*.png"))
+    x = tar(tmp_path / "x.tar", folder, files)
+    datasets.DatasetDict(full=rows(folder / "val")).save_to_disk(str(tmp_path / "saved"))
+    for data in (x, f"hfds/{tmp_path}/saved"):
+        assert labelled(data).fingerprint() == expected
+    assert "left out" not in capsys.readouterr().err
 
 
 def test_labels_of_webdataset(folder, tmp_path):
@@ -291,11 +332,17 @@ def test_identical_students(folder, tmp_path, in_process):
         students.add((tmp_path / out.strip() / "model.safetensors").read_bytes())
         code, out, err = in_process("plan", "--data", data, "--json", cwd=tmp_path)
         assert code == 0 and json.loads(out)["images"] == 24, err
-        images = data.replace("photos", "photos/train")
+        images = data.replace("photos", "photos/val")
         call = ("evaluate", "--run-dir", run, "--data", images, "--json")
         code, out, err = in_process(*call, cwd=tmp_path)
-        assert code == 0 and json.loads(out)["images"] == 24, err
+        assert code == 0 and json.loads(out)["images"] == 6, err
     assert len(students) == 1
+
+
+def test_a_command_names_the_table_that_it_reads(folder, tmp_path, capfd):
+    arrow(folder, tmp_path / "saved")
+    assert run_main("plan", "--data", "hfds/saved", cwd=tmp_path) == 0
+    assert "plan: hfds/saved, " in capfd.readouterr().err
 
 
 def test_the_headers_of_an_archive_are_read_once(folder, tmp_path, in_process, monkeypatch):
@@ -359,6 +406,19 @@ def zipped(folder, tmp_path):
     return shutil.make_archive(str(tmp_path / "x"), "zip", folder)
 
 
+def neither_bytes_nor_a_path(folder, tmp_path):
+    table = rows(folder / "train")
+    columns = table.cast_column("image", datasets.Image(decode=False)).to_dict()
+    columns["image"][5] = {"bytes": None, "path": None}
+    parts = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    features = datasets.Features({**table.features, "image": parts})
+    table = datasets.Dataset.from_dict(columns, features=features)
+    table = table.cast_column("image", datasets.Image())
+    (tmp_path / "mine").mkdir()
+    parquet.write_table(table.data.table, tmp_path / "mine" / "train.parquet")
+    return "hfds/mine"
+
+
 def without_labels(folder, tmp_path):
     (tmp_path / "mine").mkdir()
     rows(folder / "train").remove_columns("label").to_parquet(tmp_path / "mine" / "train.parquet")
@@ -410,6 +470,25 @@ def labelled_in_json(folder, tmp_path):
         files = ("1.png", first.read_bytes()), ("1.json", b'{"label": 1}')
         archive(tmp_path / "mine" / f"{number}.tar", *files)
     return tmp_path / "mine"
+
+
+def labelled_in_json_in_folders(folder, tmp_path):
+    [first, *_] = sorted((folder / "train").rglob("*.png"))
+    files = []
+    for number in range(2):
+        files += [(f"part{number}/1.png", first.read_bytes()), (f"part{number}/1.json", b"{}")]
+    return archive(tmp_path / "x.tar", *files)
+
+
+def tested_alone(folder, tmp_path):
+    (folder / "val").rename(folder / "test")
+    shutil.rmtree(folder / "train")
+    return tar(tmp_path / "x.tar", folder)
+
+
+def a_split_among_classes(folder, tmp_path):
+    (folder / "train" / "cat").rename(folder / "train" / "test")
+    return tar(tmp_path / "x.tar", folder / "train")
 
 
 def labelled_in_one_of_two(folder, tmp_path):
@@ -470,12 +549,16 @@ BAD = {
     "hfds/mine/train: 1 of 24 images have no label in the column 'label' (none, or -1), such as "
     "that of row 3": with_labels(lambda count: [0] * 3 + [-1] + [1] * (count - 4)),
     "hfds/mine/train: 1 of 24 rows have no image": without_an_image,
+    "1 of 24 rows have no image: take them out": neither_bytes_nor_a_path,
     "the column 'label' holds lists, and": with_labels(lambda count: [[0, 1]] * count),
     "the column 'label' holds float64": with_labels(lambda count: [0.5] * count),
     "9.png has no class": flat,
     "x.tar: several files .cls have the name 2024-01-05 10 up to the first dot": named_by_time,
     "x.tar: several images have the name 1 up to the first dot": with_masks,
     "0.tar: 1.png may have its class in another file beside it": labelled_in_json,
+    "x.tar: part0/1.png may have its class in another": labelled_in_json_in_folders,
+    "x.tar: has images for test, and none for training": tested_alone,
+    "x.tar: test/9.png has no class": a_split_among_classes,
     "holds masks beside images, 1 of 25 files, such as cat/0_mask": masks_in_classes,
     "1.tar: 1/1.png has no class": labelled_in_one_of_two,
     "x.tar: train/1.png has no class": in_a_split_alone,
@@ -501,6 +584,13 @@ def test_bad_archives_and_tables_give_one_line(folder, tmp_path, in_process, mes
     assert (code, out) == (2, "") and len(err.splitlines()) == 1, err
     assert message in err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_tables_of_no_known_split_are_refused(folder, tmp_path):
+    tables = {"fold1": rows(folder / "train"), "fold2": rows(folder / "val")}
+    datasets.DatasetDict(tables).save_to_disk(str(tmp_path / "mine"))
+    with pytest.raises(UserError, match="hfds/mine: has fold1, fold2: one split with labels"):
+        load(tmp_path, "hfds/mine")
 
 
 def test_small_copies_of_other_programs_are_no_images(folder, tmp_path):

@@ -111,6 +111,19 @@ def test_pipes_and_hidden_files_in_a_folder_are_no_images(student, pictures, tmp
     assert found.path == str(tmp_path / "1.png") and found.problem is None
 
 
+def test_what_is_no_image_is_said(student, pictures, tmp_path, capfd):
+    """Of a folder without any image, too."""
+    (tmp_path / "1.HEIC").write_bytes(b"ftypheic")
+    said = f"{tmp_path}: left out HEIC photos, which have to be converted, to JPEG for example: 1"
+    with pytest.raises(UserError, match="no image files in this folder"):
+        predict.run(str(student), [tmp_path])
+    assert said in capfd.readouterr().err
+    shutil.copy(pictures / "a" / "3.png", tmp_path / "1.png")
+    (tmp_path / "2.txt").write_text("no image")
+    assert len(predict.run(str(student), [tmp_path])) == 1
+    assert f"{said}, such as {tmp_path}/1.HEIC; files that are no" in capfd.readouterr().err
+
+
 def test_names_for_another_number_of_classes_are_refused(tmp_path, pictures):
     model = timm.create_model("gauvit_pico_patch2_8", num_classes=3, in_chans=3)
     with pytest.raises(UserError, match="label_names has 2 names, the model 3 classes"):

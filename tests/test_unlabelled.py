@@ -98,6 +98,35 @@ def test_packed_images_are_those_of_a_folder(packed, tmp_path):
     assert set(data.unlabelled.labels) == {UNLABELLED}
 
 
+def test_a_table_without_labels_is_taken_rather_than_that_for_training(mine, tmp_path, capfd):
+    """As STL-10 has them."""
+    datasets = pytest.importorskip("datasets")
+    tables = {}
+    for split, folder in (("train", "train/cat"), ("unlabeled", "unlabelled")):
+        paths = [str(path) for path in sorted((mine / folder).rglob("*.png"))]
+        table = datasets.Dataset.from_dict({"image": paths})
+        tables[split] = table.cast_column("image", datasets.Image())
+    datasets.DatasetDict(tables).save_to_disk(str(tmp_path / "stl"))
+    data = load(mine / "train", unlabelled=f"hfds/{tmp_path}/stl")
+    assert torch.equal(pixels(data.unlabelled), pixels(load(mine).unlabelled))
+    said = "data.unlabelled: unlabeled of hfds/stl is taken (train, unlabeled)"
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("shard", ["train/0.tar", "train-0.tar"])
+def test_a_folder_without_labels_beside_archives(mine, tmp_path, shard):
+    """It may hold archives, too."""
+    expected = load(mine)
+    for name, folder in ((shard, "train"), ("unlabelled/0.tar", "unlabelled")):
+        path = tmp_path / "shards" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path, "w") as tar:
+            tar.add(mine / folder, "")
+    data = load(tmp_path / "shards")
+    assert data.unlabelled_sha256 == expected.unlabelled_sha256
+    assert data.sha256 == expected.sha256
+
+
 def test_neither_split_moves_the_ids_and_the_digest_of_the_other(mine):
     data = load(mine)
     fewer = load(mine, train_images=10, val_fraction=0.3)
@@ -212,7 +241,7 @@ def test_other_images_than_those_that_the_run_began_with_are_refused(mine, tmp_p
     data.check_split(path)
     (mine / "unlabelled" / "0.png").unlink()
     labelled.check_split(path)
-    with pytest.raises(UserError, match="the unlabelled images of data set mine were others"):
+    with pytest.raises(UserError, match="images of data set mine were others .*'0.png' has gone"):
         load(mine).check_split(path)
     shutil.move(mine / "unlabelled", tmp_path / "gone")
     none = load(mine)

@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -339,6 +340,23 @@ def test_a_link_names_the_file(viewer, folder, browser, tmp_path):
             page.open("image=absent.png")
             assert "absent.png" in page.text("#error")
             page.page.close()
+
+
+def test_classes_that_differ_in_case_label_their_own_images():
+    paths = [Path(name, "one.png") for name in ("Polish", "polish", "POLISH", "nail_Polish")]
+    names = ["polish", "Polish", "nail polish"]
+    assert folder_labels(paths, names).tolist() == [1, 0, 0, 2]
+
+
+def test_the_folder_of_a_link_labels_its_image(tmp_path, folder):
+    """Not that of the file which it leads to."""
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "one.png").symlink_to(folder / "photos" / "wide.png")
+    (tmp_path / "dog").symlink_to(folder / "photos")
+    paths = [tmp_path / "cat" / "one.png", tmp_path / "dog" / "high.png"]
+    images = PreparedImages(paths, {"input_size": (3, 48, 48)})
+    found = [Path(images.path(number)) for number in range(2)]
+    assert folder_labels(found, ["cat", "dog"]).tolist() == [0, 1]
 
 
 def test_folders_called_like_classes_label_their_images(tmp_path, browser):

@@ -83,7 +83,7 @@ def find_splits(root: Path) -> SplitFolders:
     Without any of these folders all class folders lie in ``root`` itself. One line on stderr, once,
     tells of folders beside ``train/`` that are of no split. Raises UserError for a ``root`` that is
     not there, is empty, or holds images, but none for training, for two folders of one split, and
-    for a folder ``unlabelled`` among those of classes.
+    for a folder ``unlabelled`` or of a split among those of classes.
     """
     beside: list[Path] = []
     if root.is_dir():
@@ -103,7 +103,7 @@ def find_splits(root: Path) -> SplitFolders:
             )
         else:
             folders[split] = _unwrapped(folder, split)
-    unlabelled = folders.pop("unlabelled", None)
+    unlabelled = folders.get("unlabelled")
     if "train" in folders:
         if others:
             warn_once(
@@ -111,22 +111,23 @@ def find_splits(root: Path) -> SplitFolders:
                 f"neither validation nor test images: {', '.join(others)}"
             )
         return SplitFolders(folders["train"], folders.get("val"), folders.get("test"), unlabelled)
-    # a folder val/ or test/ with folders inside is a split; with images alone it is a class
-    if not beside or any(map(folders_in, folders.values())):
+    held_out = [folder for folder in folders.values() if folder != unlabelled]
+    if not beside or any(map(folders_in, held_out)):
         moved = ""
         if not root.exists():
             moved = (
-                "; if the images of a run have moved, repeat its command (run, phase-a or train) "
-                "with --data NEW --run-dir RUN"
+                "; if the images of a run have moved, repeat its command (run; phase-a or train "
+                "with --resume) with --data NEW --run-dir RUN"
             )
         raise UserError(
             f"data.root: no folder {str(root / 'train')!r}; it should hold train/CLASS/*.png "
             f"(val/ and test/ may stand beside train/); or {str(root)!r} should hold CLASS/*.png"
             f"{moved}"
         )
-    if unlabelled is not None:
+    if folders:
+        [folder, *_] = folders.values()
         raise UserError(
-            f"data.root: {unlabelled} would be a class like the folders beside it: put these into "
+            f"data.root: {folder} would be a class like the folders beside it: put these into "
             f"{root / 'train'}, or give it another name"
         )
     return SplitFolders(root, None, None)
@@ -198,14 +199,15 @@ def check_spelling(classes: Iterable[str], title: str) -> None:
             )
 
 
-def find_classes(folder: Path) -> dict[str, list[str]]:
+def find_classes(folder: Path, is_split: bool = False) -> dict[str, list[str]]:
     """{class: its images} as torchvision's ImageFolder finds them, all sorted by name, but classes
     whose names are numbers by their value, as timm does.
 
     Images are paths relative to ``folder``, with '/' between folders. They may lie in sub-folders
     of their class. One line on stderr, once, tells of other files. Raises UserError for a folder
-    without class folders, for classes without images, for masks beside images, and where all
-    classes, or one of them, hold sub-folders that look like the classes: :func:`check_levels`.
+    without class folders, for classes without images, for masks beside images, and, unless the
+    folder's name says that it ``is_split``, where all classes, or one of them, hold sub-folders
+    that look like the classes: :func:`check_levels`.
     """
     classes = {}
     empty = []
@@ -243,8 +245,9 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
             f"data.root: {folder} holds no class folder; it should hold one folder of "
             "images for each class"
         )
-    check_levels(folder, classes)
     check_masks(folder, classes)
+    if not is_split:
+        check_levels(folder, classes)
     return classes
 
 
@@ -265,7 +268,14 @@ def say_left_out(place: str, others: Sequence[str], astray: Sequence[str] = ()) 
 
 
 def check_masks(folder: Path, classes: Mapping[str, list[str]]) -> None:
-    """Raises UserError for masks beside the images that they belong to."""
+    """Raises UserError for masks beside the images that they belong to, or in a folder beside that
+    of the images."""
+    names = {name.lower() for name in classes}
+    if names & {*IMAGES} and names & {*MASKS}:
+        raise UserError(
+            f"data.root: {folder} holds {_first_three([*classes])}, which look like images and "
+            "their masks: put the images of each class into a folder of their own"
+        )
     stems = {os.path.splitext(image)[0] for images in classes.values() for image in images}
     masks = []
     for stem in sorted(stems):
@@ -289,12 +299,6 @@ def check_levels(folder: Path, classes: Mapping[str, list[str]]) -> None:
             f"data.root: {folder} holds {_first_three([*classes])}, and each of them the same "
             f"folders {_first_three(sorted(first))}, which look like the classes: name the parts "
             "train, val and test, or take one of them"
-        )
-    names = {name.lower() for name in classes}
-    if names & {*IMAGES} and names & {*MASKS}:
-        raise UserError(
-            f"data.root: {folder} holds {_first_three([*classes])}, which look like images and "
-            "their masks: put the images of each class into a folder of their own"
         )
     flat = [name for name, folders in inside.items() if len(folders) == 1]
     for name, folders in inside.items():

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaupipe.data.folder import number_first, split_of
-from gaupipe.data.images import FileImages, stamp_of
-from gaupipe.data.packed import Images, sources_of
+from gaupipe.data.folder import WITHOUT_LABELS, number_first, split_of
+from gaupipe.data.images import stamp_of
+from gaupipe.data.packed import Images
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS
 from gaupipe.system.errors import UserError, one_line
@@ -56,13 +56,16 @@ class Rows:
         return stamp_of(image["path"])
 
 
-def row_sources(settings: DataSettings, download: bool) -> dict[str, FileImages]:
-    """The images of ``data.name: hfds/NAME``: of the folder NAME in ``data.root``, or of the Hub's
-    data set, which ``download`` fetches. Raises UserError for what cannot be read or lacks labels.
-    """
+def rows_with_labels(settings: DataSettings, download: bool) -> dict[str, Images]:
+    """The images of each split of ``data.name: hfds/NAME``: of the folder NAME in ``data.root``, or
+    of the Hub's data set, which ``download`` fetches. A single split of another name is taken for
+    training. Raises UserError for what cannot be read or lacks labels."""
     splits: dict[str, Images] = {}
-    for name, table in _tables(settings, download).items():
+    tables = _tables(settings, download)
+    for name, table in tables.items():
         split = split_of(name)
+        if len(tables) == 1:
+            split = split or "train"
         if split is None:
             warn_once(f"{settings.name}: left out {name}, which is neither train, val nor test")
             continue
@@ -80,7 +83,12 @@ def row_sources(settings: DataSettings, download: bool) -> dict[str, FileImages]
                 f"{settings.name}: no labels in the columns {', '.join(table.column_names)}: the "
                 f"classes should be in a column {LABEL_COLUMNS[0]!r}"
             )
-    return sources_of(Path(settings.name), splits, settings)
+    if not splits:
+        raise UserError(
+            f"{settings.name}: has {', '.join(tables)}: one split with labels should be called "
+            "train, val or test"
+        )
+    return splits
 
 
 def _tables(settings: DataSettings, download: bool) -> dict[str, Dataset]:
@@ -150,7 +158,8 @@ def _images_of(name: str, table: Dataset) -> Images | None:
     classes = None
     if label in classed:
         labels = [kind.names[value] for value in values]
-        classes = [text for text in kind.names if text in {*labels}]
+        present = {*labels}
+        classes = [text for text in kind.names if text in present]
         if all(map(str.isdecimal, classes)):  # an imagefolder's come as text
             classes.sort(key=number_first)
     else:
@@ -187,12 +196,15 @@ def _names_and_bytes(name: str, table: Dataset) -> tuple[list[str], Rows]:
         column = IMAGE_COLUMN
         others = [other for other in columns if other != column]
         warn_once(f"{name}: left out the images in {', '.join(others)}, beside those in {column}")
-    missing = table.data.column(column).null_count
-    if missing:
-        raise UserError(f"{name}: {missing} of {len(table)} rows have no {column}: take them out")
     table = table.cast_column(column, datasets.Image(decode=False))
     path = f"{column}.path"
-    paths = table.flatten().select_columns([path])[:][path]
+    flat = table.flatten()
+    no_bytes = flat.data.column(f"{column}.bytes").is_null().to_numpy()
+    no_path = flat.data.column(path).is_null().to_numpy()
+    missing = (no_bytes & no_path).sum()
+    if missing:
+        raise UserError(f"{name}: {missing} of {len(table)} rows have no {column}: take them out")
+    paths = flat.select_columns([path])[:][path]
     names = [os.path.basename(path or "") or f"{place:09}" for place, path in enumerate(paths)]
     return names, Rows(name, table, column)
 
@@ -203,13 +215,19 @@ def _numbered(files: Sequence[str]) -> list[str]:
 
 
 def rows_without_labels(settings: DataSettings, download: bool) -> tuple[list[str], Rows]:
-    """The names and bytes of the images of ``data.name: hfds/NAME`` for training, whatever their
-    labels. Raises UserError for what cannot be read."""
+    """The names and bytes of the images of ``data.name: hfds/NAME`` without labels, or else those
+    for training, whatever their labels. Raises UserError for what cannot be read."""
     tables = _tables(settings, download)
+    without = [name for name in tables if name.lower() in WITHOUT_LABELS]
     training = [name for name in tables if len(tables) == 1 or split_of(name) == "train"]
-    if len(training) != 1:
+    taken = without or training
+    if len(taken) != 1:
         raise UserError(
-            f"{settings.name}: one split should be for training, and it has {', '.join(tables)}"
+            f"{settings.name}: one split should be unlabelled or for training, and it has "
+            f"{', '.join(tables)}"
         )
-    names, reader = _names_and_bytes(f"{settings.name}/{training[0]}", tables[training[0]])
+    [split] = taken
+    if len(tables) > 1:
+        warn_once(f"data.unlabelled: {split} of {settings.name} is taken ({', '.join(tables)})")
+    names, reader = _names_and_bytes(f"{settings.name}/{split}", tables[split])
     return _numbered(names), reader

@@ -74,20 +74,23 @@ class Images(NamedTuple):
 
 
 def sources_of(
-    place: Path, splits: Mapping[str, Images], settings: DataSettings
+    splits: Mapping[str, Images], settings: DataSettings, training: str = "train"
 ) -> dict[str, FileImages]:
     """The sources of the ``splits``, without images that :func:`as_asked` leaves out. Raises
-    UserError without training images, for a class that these lack, and for two images of one name.
-    """
-    if "train" not in splits:
+    UserError without the ``training`` images, for a class that these lack, and for two images of
+    one name."""
+    place = Path(settings.name)
+    if settings.name == "folder":
+        place = settings.root or Path("data")
+    if training not in splits:
         raise UserError(f"{place}: has images for {', '.join(splits)}, and none for training")
-    train = splits["train"]
+    train = splits[training]
     classes = train.classes or sorted({*train.labels}, key=number_first)
     numbers = {name: number for number, name in enumerate(classes)}
 
     sources: dict[str, FileImages] = {}
     for split, images in splits.items():
-        check_classes(images.labels, numbers, f"{place}: {split}", "train")
+        check_classes(images.labels, numbers, f"{place}: {split}", training)
         check_names(images.names, place)
         labels = np.array([numbers[label] for label in images.labels])
         source = PackedImages(place / split, images.names, labels, settings, classes)

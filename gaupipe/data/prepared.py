@@ -16,7 +16,7 @@ from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset
 from torch import Tensor
 
 from gaupipe.data.decoding import read_rgb, refusing
-from gaupipe.data.folder import images_below
+from gaupipe.data.folder import images_below, say_left_out
 from gaupipe.data.images import UNLABELLED, FileImages, without_ends
 from gaupipe.settings import DataSettings
 from gaupipe.settings.places import check_images
@@ -29,9 +29,9 @@ class PreparedImages(FileImages):
 
     def __init__(self, paths: Sequence[Path], transform: dict[str, Any]) -> None:
         settings = DataSettings(image_size=transform["input_size"][-1], cache="none")
-        whole = [path.resolve() for path in paths]
+        whole = [path.absolute() for path in paths]  # a link's folder may have a class's name
         root = Path(os.path.commonpath([path.parent for path in whole]))
-        names = [os.path.relpath(path, root) for path in whole]
+        names = [str(path.relative_to(root)) for path in whole]
         super().__init__(root, names, np.zeros(len(paths), np.int64), settings)
         self.transform = transform
         self._read = reader(transform, normalize=False)
@@ -67,33 +67,44 @@ class PreparedImages(FileImages):
 
 def folder_labels(paths: Sequence[Path], class_names: Sequence[str]) -> np.ndarray:
     """The class int64 [N] of each image whose folder is called like one, or like one of its names
-    (``tabby, tabby cat``), or by ImageNet's number of it (``n02123045``), in any case, with ``_``
-    for blanks; :data:`UNLABELLED` of other images."""
-    known: dict[str, int] = {}
+    (``tabby, tabby cat``), or by ImageNet's number of it (``n02123045``), with ``_`` for blanks,
+    and in any case where none is written alike; :data:`UNLABELLED` of other images."""
     numbers: Sequence[str] = ()
     subset = infer_imagenet_subset({"num_classes": len(class_names)})
     if subset is not None:
         numbers = ImageNetInfo(subset).label_names()
     parts = [name.split(", ") for name in class_names]
+    known: dict[str, int] = {}
+    in_lower_case: dict[str, int] = {}
     for names in ([[name] for name in class_names], parts, [[number] for number in numbers]):
         for label, synonyms in enumerate(names):
             for synonym in synonyms:
-                known.setdefault(synonym.lower(), label)
-    folders = [path.resolve().parent.name.lower() for path in paths]
-    labels = [known.get(name, known.get(name.replace("_", " "), UNLABELLED)) for name in folders]
-    return np.array(labels, np.int64)
+                known.setdefault(synonym, label)
+                in_lower_case.setdefault(synonym.lower(), label)
+
+    def label_of(folder: str) -> int:
+        for labels, name in ((known, folder), (in_lower_case, folder.lower())):
+            for spelled in (name, name.replace("_", " ")):
+                if spelled in labels:
+                    return labels[spelled]
+        return UNLABELLED
+
+    folders = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
+    return np.array([label_of(folder) for folder in folders], np.int64)
 
 
 def image_files(paths: Sequence[Path]) -> Iterator[Path]:
     """The files of ``paths``, and of each folder the images that
-    :func:`gaupipe.data.folder.images_below` finds. Raises UserError for a path that is no file and
-    no folder, and for a folder without an image; OSError for a folder that may not be read."""
+    :func:`gaupipe.data.folder.images_below` finds; a line on stderr tells of others. Raises
+    UserError for a path that is no file and no folder, and for a folder without an image; OSError
+    for a folder that may not be read."""
     for path in paths:
         check_images([path])
         if path.is_file():
             yield path
         elif path.is_dir():
-            files, _ = images_below(path)
+            files, others = images_below(path)
+            say_left_out(str(path), others)
             if not files:
                 raise UserError(f"{path}: no image files in this folder")
             yield from map(Path, files)

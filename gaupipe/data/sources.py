@@ -9,7 +9,7 @@ import gzip
 import os
 import statistics
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ import numpy as np
 from torch import Tensor
 
 from gaupipe.data.folder import FolderFacts, check_classes, find_classes, find_splits, place_of
-from gaupipe.data.hfds import row_sources
+from gaupipe.data.hfds import rows_with_labels
 from gaupipe.data.images import ArrayImages, FileImages, Source, as_asked
-from gaupipe.data.packed import sources_of
+from gaupipe.data.packed import Images, sources_of
 from gaupipe.data.tar import find_archives, images_in
 from gaupipe.data.unlabelled import open_unlabelled
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
+from gaupipe.system.messages import warn_once
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package puts the files. The environment variable GAUPIPE_FASHION_MNIST names
@@ -42,13 +43,12 @@ def open_sources(
 
     Raises UserError for a data set that is not there or that cannot be read.
     """
+    packed = packed_images(settings, download)
+    if packed:
+        sources = sources_of(packed, settings)
+        return sources["train"], sources.get("val"), sources.get("test")
     if settings.name == "folder":
-        root = settings.root or Path("data")
-        if archives := find_archives(root):
-            return _by_split(sources_of(root, images_in(root, archives), settings))
-        return _folder_sources(root, settings)
-    if settings.name.startswith(HFDS):
-        return _by_split(row_sources(settings, download))
+        return _folder_sources(settings.root or Path("data"), settings)
     if settings.name == "digits":
         from sklearn.datasets import load_digits
 
@@ -139,10 +139,21 @@ def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
         raise UserError(f"{path}: not readable as an IDX file ({error}); fetch it again") from None
 
 
-def _by_split(
-    sources: Mapping[str, FileImages],
-) -> tuple[FileImages, FileImages | None, FileImages | None]:
-    return sources["train"], sources.get("val"), sources.get("test")
+def packed_images(settings: DataSettings, download: bool = False) -> dict[str, Images]:
+    """The images of each split of archives and of hfds/NAME; empty for other data sets. Raises
+    UserError for what cannot be read, and for a stream."""
+    if settings.name.startswith(STREAMS):
+        raise UserError(
+            f"data.name: {settings.name} is a stream, and images are read in any order: keep the "
+            ".tar files in a folder and name it with --data FOLDER, or take hfds/NAME"
+        )
+    if settings.name.startswith(HFDS):
+        return rows_with_labels(settings, download)
+    if settings.name != "folder":
+        return {}
+    root = settings.root or Path("data")
+    archives = find_archives(root)
+    return images_in(root, archives) if archives else {}
 
 
 def _folder_sources(
@@ -150,12 +161,12 @@ def _folder_sources(
 ) -> tuple[FileImages, FileImages | None, FileImages | None]:
     """The images of a folder, as :func:`gaupipe.data.folder.find_splits` finds them."""
     folders = find_splits(root)
-    training = find_classes(folders.train)
+    training = find_classes(folders.train, is_split=folders.train != root)
 
     def held_out(folder: Path | None) -> FileImages | None:
         if folder is None:
             return None
-        classes = find_classes(folder)
+        classes = find_classes(folder, is_split=True)
         check_classes(classes, training, f"data.root: {folder}", folders.train)
         return labelled_images(folder, classes, [*training], settings)
 
@@ -164,16 +175,19 @@ def _folder_sources(
 
 
 def images_with_labels(data: str, settings: DataSettings) -> FileImages:
-    """All images of a folder with a folder for each class; of archives and of hfds/NAME, as
-    ``data`` may name them too, those for training."""
+    """All images of a folder with a folder for each class. Of archives and of hfds/NAME, as
+    ``data`` may name them too, those of one split: test rather than val, and val rather than train;
+    of several splits one line on stderr says which."""
     settings = DataSettings.model_validate({**settings.model_dump(), **place_of(data)})
-    folder = settings.root or Path()
-    if settings.name == "folder" and not find_archives(folder):
+    packed = packed_images(settings)
+    if not packed:
+        folder = settings.root or Path()
         classes = find_classes(folder)
         return labelled_images(folder, classes, [*classes], settings)
-    train, _, _ = open_sources(settings)
-    assert isinstance(train, FileImages)  # as those of digits and the like have no such name
-    return train
+    split = next(split for split in ("test", "val", "train") if split in packed)
+    if len(packed) > 1:
+        warn_once(f"--data {data}: {split} is taken ({', '.join(packed)})")
+    return sources_of({split: packed[split]}, settings, training=split)[split]
 
 
 def labelled_images(
@@ -188,11 +202,6 @@ def labelled_images(
 
 
 def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:
-    if settings.name.startswith(STREAMS):
-        raise UserError(
-            f"data.name: {settings.name} is a stream, and images are read in any order: keep the "
-            ".tar files in a folder and name it with --data FOLDER, or take hfds/NAME"
-        )
     if not settings.name.startswith("torch/"):
         raise UserError(
             f"data.name: unknown data set {settings.name!r}; known: digits, fashion_mnist, "

@@ -234,24 +234,33 @@ class ImageData:
         again = "or start another run with --run-dir"
         before = written.get("class_names", self.class_names)
         if before != self.class_names:  # said first: an image's path has the name of its class
-            gone = [f"{name!r} has gone" for name in before if name not in self.class_names]
-            new = [f"{name!r} is new" for name in self.class_names if name not in before]
             raise UserError(
                 f"{path}: the classes of data set {self.name} are not those that the run began "
-                f"with ({', '.join([*gone[:1], *new[:1]])}): put them back, {again}"
+                f"with ({_change(before, self.class_names)}): put them back, {again}"
             )
-        digests = {"training": "sha256", "validation": "val_sha256"}
+        looked_at = [("training", "train", "sha256"), ("validation", "val", "val_sha256")]
         if self.unlabelled_sha256 is not None:
-            digests["unlabelled"] = "unlabelled_sha256"
+            looked_at.append(("unlabelled", "unlabelled", "unlabelled_sha256"))
         if test:
-            digests["test"] = "test_sha256"
+            looked_at.append(("test", "test", "test_sha256"))
             again = "or score others with 'gaupipe evaluate --data FOLDER'"
-        for what, name in digests.items():
-            if name in written and written[name] != getattr(self, name):
+        for what, split, digest in looked_at:
+            if digest in written and written[digest] != getattr(self, digest):
                 raise UserError(
                     f"{path}: the {what} images of data set {self.name} were others when the run "
-                    f"began: put them back, {again}"
+                    f"began ({self._change_of(split, written)}): put them back, {again}"
                 )
+
+    def _change_of(self, split: str, written: dict[str, list[str]]) -> str:
+        """What has changed in a split since it was ``written``."""
+        splits = [split]
+        if split == "train" and self.val_sha256 is None:
+            splits.append("val")  # drawn from the same images: each new one may move others
+        before = [name for split in splits for name in written.get(split, [])]
+        now = [
+            name for split in splits if split in self.splits for name in self.splits[split].names()
+        ]
+        return _change(before, now)
 
 
 def load_data(
@@ -346,6 +355,15 @@ def load_data(
         data.unlabelled_sha256 = _digest(data.unlabelled)
     LOG.debug(f"data set {data.name}: sha256 {data.sha256} of {len(data.train)} training images")
     return data
+
+
+def _change(before: Sequence[object], now: Sequence[object]) -> str:
+    """The first of some names that has gone, and the first that is new."""
+    before_all = {*before}
+    now_all = {*now}
+    gone = [f"{name!r} has gone" for name in before if name not in now_all]
+    new = [f"{name!r} is new" for name in now if name not in before_all]
+    return ", ".join([*gone[:1], *new[:1]]) or "the same names, but other content or order"
 
 
 def copies_in(split: Split, others: Sequence[Split]) -> np.ndarray:

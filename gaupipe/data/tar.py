@@ -74,8 +74,8 @@ def read_part(path: Path, offset: int, size: int) -> bytes:
 
 
 def find_archives(root: Path) -> tuple[Archive, ...]:
-    """The .tar files of a data set; none where ``root`` is neither a .tar nor a folder that holds
-    only such files."""
+    """The .tar files of a data set; none where ``root`` is neither a .tar nor a folder of such
+    files. A folder ``unlabelled`` may lie beside them."""
     splits: dict[Path, str | None] = {}
     if root.is_file():
         splits[root] = None
@@ -90,9 +90,11 @@ def find_archives(root: Path) -> tuple[Archive, ...]:
     if root.is_dir():
         folders = folders_in(root)
     for folder in folders:
+        if folder.name.lower() in WITHOUT_LABELS:
+            continue
         inside = sorted(folder.glob("[!.]*.tar"))
-        if split_of(folder.name) is None or not inside:
-            return ()  # a folder of a class
+        if split_of(folder.name) is None or not inside or folders_in(folder):
+            return ()  # a folder of a class, or with some
         splits |= dict.fromkeys(inside, split_of(folder.name))
 
     without = [path for path, split in splits.items() if split is None]
@@ -121,7 +123,7 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
     while _in_one_folder(members):  # as tar packs a folder that it is given
         members = [member._replace(path=member.path.partition("/")[2]) for member in members]
 
-    in_splits = any(split_of(member.path.split("/")[0]) == "train" for member in members)
+    in_splits = any(split_of(member.path.split("/")[0]) for member in members)
     found: dict[str, list[Member]] = {}
     for member in members:
         split = "train"
@@ -147,18 +149,20 @@ def images_in(root: Path, archives: tuple[Archive, ...]) -> dict[str, Images]:
         names = [member.path for member in inside]
         labels = [member.label for member in inside]
         if not labelled:
-            _check_classes(root, names)
+            _check_classes(root, names, in_splits)
         splits[split] = Images(names, labels, TarMembers(archives, inside))
     return splits
 
 
-def _check_classes(root: Path, names: Sequence[str]) -> None:
+def _check_classes(root: Path, names: Sequence[str], in_splits: bool) -> None:
     """Raises UserError where folders are no classes, as those of a folder are refused."""
     classes: dict[str, list[str]] = {}
     for name in names:
         classes.setdefault(name.split("/")[0], []).append(name)
-    check_levels(root, classes)
     check_masks(root, classes)
+    if in_splits:
+        return
+    check_levels(root, classes)
     for name in classes:
         if name.lower() in WITHOUT_LABELS:
             raise UserError(
@@ -200,7 +204,7 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
             labels[_key(name)] = _class_in(path, name, read_part(path, offset, size))
         elif is_image(name):
             images.append((name, offset, size))
-        elif "/" not in name:
+        elif "/" not in name or name.lower().endswith(".json"):
             described.add(_key(name))
     seen: set[str] = set()
     all_flat = not any("/" in name for name, _, _ in images)
@@ -211,10 +215,10 @@ def members_of(archive: Archive, number: int) -> Iterator[Member]:
             if _key(name) in seen:
                 raise _doubtful(path, name, "images")
             seen.add(_key(name))
-        if flat and not labels and _key(name) in described:
+        if not labels and _key(name) in described:
             raise UserError(
                 f"{path}: {name} may have its class in another file beside it, and only files .cls "
-                "are read: write such files, or put the images into folders CLASS/"
+                "are read: write such files, or pack the images alone, in folders CLASS/"
             )
         folder = ""
         if flat and (label or (all_flat and not archive.split)):

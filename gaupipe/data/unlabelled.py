@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data.folder import find_splits, images_below, place_of, say_left_out
+from gaupipe.data.folder import (
+    WITHOUT_LABELS,
+    find_splits,
+    folders_in,
+    images_below,
+    place_of,
+    say_left_out,
+)
 from gaupipe.data.hfds import rows_without_labels
 from gaupipe.data.images import UNLABELLED, FileImages, Source, are_among, as_asked, stamp_of
 from gaupipe.data.packed import PackedImages
@@ -56,8 +63,11 @@ def open_unlabelled(
 def folder_beside(settings: DataSettings) -> Path | None:
     """The folder ``unlabelled`` beside the training images; None where there is none."""
     root = settings.root or Path("data")
-    if settings.name != "folder" or find_archives(root):
+    if settings.name != "folder" or root.is_file():
         return None
+    if find_archives(root):
+        beside = (folder for folder in folders_in(root) if folder.name.lower() in WITHOUT_LABELS)
+        return next(beside, None)
     return find_splits(root).unlabelled
 
 

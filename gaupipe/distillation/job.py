@@ -228,7 +228,7 @@ def check_alike(stored: StoresOfSplit, unlabelled: StoresOfSplit, settings: Sett
             f"{unlabelled.predictions.url}: holds the images without labels of a teacher that "
             "predicts no classes: nothing is said of them"
         )
-    check_soft_loss(settings.phase_b)
+    check_soft_loss(settings)
     maps = stored.maps
     other = unlabelled.maps
     if settings.phase_b.gamma and identity_of_maps(maps.schema) != identity_of_maps(other.schema):

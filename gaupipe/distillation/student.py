@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from timm.models.vision_transformer import VisionTransformer
 
+from gaupipe.data.unlabelled import folder_beside
 from gaupipe.distillation.losses import check_has_maps
 from gaupipe.distillation.store_choice import plan_export
 from gaupipe.distillation.warm_start import start_from_teacher
@@ -80,17 +81,24 @@ def check_unlabelled(settings: Settings) -> None:
         raise UserError(
             f"data.unlabelled: the teacher {settings.phase_a.teacher} predicts nothing of images "
             "without labels: take --teacher resnet, which phase A trains on the labels, or a "
-            "pretrained model's name"
+            f"pretrained model's name; or {_without_them(settings)}"
         )
 
 
-def check_soft_loss(phase: PhaseBSettings) -> None:
+def check_soft_loss(settings: Settings) -> None:
     """Raises UserError for images without labels whose predictions weigh nothing."""
-    if not phase.alpha:
+    if not settings.phase_b.alpha:
         raise UserError(
             "phase_b.alpha: is 0, and images without labels teach by predictions: set "
-            "phase_b.alpha=1, or leave data.unlabelled out"
+            f"phase_b.alpha=1, or {_without_them(settings)}"
         )
+
+
+def _without_them(settings: Settings) -> str:
+    """How to do without images without labels."""
+    if settings.data.unlabelled is not None:
+        return "begin a run without data.unlabelled"
+    return f"move {folder_beside(settings.data)} away and begin a run"
 
 
 def check_student(teacher: Teacher) -> None:
@@ -101,7 +109,7 @@ def check_student(teacher: Teacher) -> None:
     phase = settings.phase_b
     student = outline_student(settings, teacher.data, settings.student_training)
     if teacher.data.unlabelled is not None:
-        check_soft_loss(phase)
+        check_soft_loss(settings)
     teacher.check_student()
     if not teacher.kind.predicts:
         without_predictions(settings)

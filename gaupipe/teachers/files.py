@@ -166,7 +166,7 @@ def teacher_of_files(
         if names == tuple(map(str, range(num_classes))):  # the numbers of classes without names
             names = ()
     images = StoreNotes(
-        files=[str(path.resolve()) for path in paths],
+        files=[str(path.absolute()) for path in paths],
         transform=json.loads(json.dumps(transform)),  # of lists in place of tuples
         class_names=names,
     )

@@ -55,7 +55,10 @@ def evaluate(
     data: Annotated[
         Path | None,
         option(
-            "--data FOLDER", "Images in a folder for each class.", "validation", parser=parse_path
+            "--data FOLDER",
+            "Images in a folder for each class; of several splits those of test.",
+            "validation",
+            parser=parse_path,
         ),
     ] = None,
     plain: Plain = False,
