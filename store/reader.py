@@ -58,8 +58,8 @@ def open(
     ):
         if expected is not None and stored != expected:
             raise StoreError(
-                f"{files.url}: is of another {what} ({stored[:12]}) than asked for "
-                f"({expected[:12]}); export the maps of this run"
+                f"{files.url}: is of another {what} ({stored or 'none'}) than asked for "
+                f"({expected}); export the maps of this run"
             )
     return Store(files, layout, manifest, preload_bytes)
 

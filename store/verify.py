@@ -71,7 +71,12 @@ def verify(
             read_checked(files, manifest, key)
         except DamagedStore as error:
             problems.append(Problem(str(error)))
-    return problems + check_shards(files, layout, shards, progress)
+    absent = set(range(layout.num_shards)) - shards.keys()
+    if absent:
+        count = f"{len(absent)} of {layout.num_shards} shards"
+        problems.append(Problem(f"{files.url}: {count} are not written yet"))
+    found = check_shards(files, layout, shards, progress)
+    return problems + [problem for problem in found if problem.shard not in absent]
 
 
 def check_shards(

@@ -19,8 +19,10 @@ from PIL import Image
 from arguments import sets, tiny
 from gaupipe import __version__
 from gaupipe.system import progress
+from gaupipe.teachers.notes import StoreNotes
 from runs import in_new_processes, metrics, named_like_packages, run_main
 from stages import begin
+from stores import make_arrays, make_schema, write_store
 
 TINY = [*tiny(200, 50, 2), "phase_b.alpha=0.2", "phase_b.beta=0.1"]
 
@@ -328,3 +330,21 @@ def test_the_package_runs_as_a_module_beside_files_of_the_same_names(tmp_path):
 def test_version():
     answer = subprocess.run([sys.executable, "-m", "gaupipe", "--version"], capture_output=True)
     assert (answer.returncode, answer.stdout) == (0, f"gaupipe {__version__}\n".encode())
+
+
+@pytest.mark.parametrize(
+    "extra", [{"data": "my photos"}, {"views": 3}, {"files": ["a.png"]}, {"layers": "all"}], ids=str
+)
+def test_notes_of_another_shape_are_ignored(tmp_path, extra, in_process):
+    schema = make_schema(extra=extra)
+    write_store(tmp_path / "s", schema, make_arrays(schema))
+    assert StoreNotes.of(schema) == StoreNotes()
+    for options in ([], ["--image", 3]):
+        code, _, err = in_process("inspect", tmp_path / "s", *options)
+        assert code == 0, err
+
+
+def test_a_student_may_start_afresh_with_another_name(finished, in_process):
+    call = "phase-b", "--run-dir", "run", "--resume", "--epochs", 5
+    code, _, err = in_process(*call, cwd=finished[0])
+    assert code == 2 and "or start afresh with another --name" in err

@@ -13,7 +13,7 @@ import pytest
 
 from arguments import sets, tiny
 from exports import write_store
-from gaupipe.settings.load import load
+from gaupipe.settings.load import check_as_begun, load
 from gaupipe.system.errors import UserError
 from killing import FORKS
 from stages import phase_a, phase_b
@@ -184,3 +184,11 @@ def test_a_new_student_follows_the_umask_and_no_link(made):
     folder.with_name("link").symlink_to("nowhere")
     with pytest.raises(UserError, match="link already exists"):
         opening.make_folder(dataclasses.replace(request, folder=folder.with_name("link")), job)
+
+
+def test_the_value_that_others_follow_from_is_named():
+    """data.scaling has no fields with one teacher, and some with another."""
+    before = {"data.scaling": {}, "phase_a.teacher": "vit"}
+    now = {"data.scaling.mean": 0.5, "phase_a.teacher": "gaussian"}
+    with pytest.raises(UserError, match="phase_a.teacher vit, now .* afresh with another --name"):
+        check_as_begun("run", before, now, "with another --name")

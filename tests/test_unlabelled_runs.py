@@ -18,7 +18,7 @@ from arguments import sets
 from exports import write_store
 from gaupipe.data.batches import Batches
 from gaupipe.data.images import UNLABELLED
-from gaupipe.distillation.export import is_complete
+from gaupipe.distillation.export import Exported, is_complete
 from gaupipe.distillation.job import StoredImages, StoredOfEpoch, StudentLosses
 from gaupipe.settings import PhaseBSettings
 from killing import KILLED, AtCall, InWrite, exit_code
@@ -26,6 +26,7 @@ from oracles import cross_entropies
 from pictures import more_photos, photos
 from runs import metrics, run_main
 from stages import phase_b
+from stages.look.image_maps import images_of
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher
 from stores import edit_root
@@ -384,3 +385,42 @@ def test_rows_of_labels_alone_read_no_images_without_labels(in_process, tmp_path
     assert code == 0, err
     code, _, err = in_process(*compare)
     assert code == 2 and "are copies of training" in err
+
+
+# their store, by itself
+
+
+def test_verify_checks_both_stores(run, in_process):
+    code, out, err = in_process("verify", "--run-dir", run)
+    assert (code, out.count("complete and intact")) == (0, 2), err
+    shutil.rmtree(run / "unlabelled.zarr/logits/c")
+    code, out, err = in_process("verify", "--run-dir", run)
+    assert code == 1 and f"{run / 'maps.zarr'}: complete and intact" in out
+    assert "the shard's file is missing" in out
+
+
+def test_a_store_that_names_no_data_set_is_refused_with_the_digest_asked_for(run, in_process):
+    """In a run without images without labels, whose digest is empty too."""
+    data, _, _ = opened(run)
+    labelled = replace(data, unlabelled=None, unlabelled_sha256="")
+    schema = replace(store.open(run / "maps.zarr").schema, dataset_sha256="")
+    assert Exported.of(schema, labelled).split is data.train
+    edit_root(run / "maps.zarr", dataset_sha256="")
+    code, _, err = in_process("phase-b", "--run-dir", run, "--name", "new")
+    assert code == 2 and f"(none) than asked for ({data.sha256})" in err
+
+
+def test_the_images_of_their_store_are_found(run):
+    data, _, (labelled, others) = opened(run)
+    assert images_of(others).train.names() == data.unlabelled.names()
+    assert images_of(labelled).train.names() == data.train.names()
+
+
+def test_the_second_store_is_exported_as_the_first(run, in_process):
+    call = "export-maps", "--run-dir", run
+    assert in_process(*call, "--views", 2, "--overwrite")[0] == 0
+    shutil.rmtree(run / "unlabelled.zarr")
+    code, _, err = in_process(*call, "--views", 3)
+    assert code == 2 and "already holds a complete store with views 2, asked 3" in err
+    assert in_process(*call)[0] == 0
+    assert store.open(run / "unlabelled.zarr").schema.views == 2

@@ -72,7 +72,7 @@ class Exported:
     @classmethod
     def of(cls, schema: store.Schema, data: ImageData) -> Exported:
         """Those of ``data`` that a store of this schema is of."""
-        if schema.dataset_sha256 == data.unlabelled_sha256:
+        if data.unlabelled is not None and schema.dataset_sha256 == data.unlabelled_sha256:
             return cls.unlabelled(data)
         return cls.train(data)
 

@@ -44,21 +44,23 @@ def top_k(maps: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return keys, weights.to(maps.dtype)
 
 
-def from_top_k(keys: Tensor, weights: Tensor, tokens: int) -> Tensor:
+def from_top_k(keys: Tensor, weights: Tensor, tokens: int, least: float = 0.0) -> Tensor:
     """Rows [..., T] of a map from some of their keys [..., k] and the weights [..., k] of these:
     float32, summing to 1.
 
-    What the weights leave of 1 is spread evenly over the other keys. Weights that sum to more than
-    1, as rounding can make them, are divided by their sum, and so are those of all T keys.
+    What the weights leave of 1 is spread evenly over the other keys. No key gets less than
+    ``least``, the largest number that the rounding of the weights made 0: rounding may leave
+    nothing of 1, and a key that gets exactly 0 is infinitely far from a student's in
+    KL(student || teacher). Rows that sum to more than 1 then are divided by their sum, and so are
+    those of all T keys.
     """
-    weights = weights.float()
+    weights = weights.float().clamp_min(least)
     others = tokens - keys.shape[-1]
     total = weights.sum(-1, keepdim=True)
-    if others:
-        total = total.clamp_min(1)  # of the whole row
-    weights = weights / total
-    rest = (1 - weights.sum(-1, keepdim=True)).clamp_min(0) / max(others, 1)
-    return rest.expand(*rest.shape[:-1], tokens).scatter(-1, keys.long(), weights)
+    rest = ((1 - total) / max(others, 1)).clamp_min(least)  # of each other key
+    total = total + others * rest
+    rest = (rest / total).expand(*total.shape[:-1], tokens)
+    return rest.scatter(-1, keys.long(), weights / total)
 
 
 def without_prefix(maps: Tensor, prefix: int) -> tuple[Tensor, Tensor]:

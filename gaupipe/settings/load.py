@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -167,16 +167,22 @@ def with_anytime(settings: Settings, now: Settings) -> Settings:
     return Settings.model_validate(tree)
 
 
-def check_as_begun(place: object, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+def check_as_begun(
+    place: object,
+    before: dict[str, object],
+    now: dict[str, object],
+    afresh: str = "in another --run-dir",
+) -> None:
     """Raises UserError for the first of some named values with which a ``place``, a folder, was
-    started, and which is another one now."""
-    for name in {**before, **now}:
+    started, and which is another one now. ``afresh`` says where one may start again."""
+    # a name that one of them lacks follows from another value, as data.scaling from the teacher
+    for name in sorted(before | now, key=lambda name: name not in before or name not in now):
         old = before.get(name)
         new = now.get(name)
         if old != new:
             raise UserError(
                 f"{place} was started with {name} {old}, now it is {new}: change it back, or start "
-                "afresh in another --run-dir"
+                f"afresh {afresh}"
             )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 import store
 from gaupipe.data.augment import Augment
@@ -73,10 +76,12 @@ class StoreNotes:
     @classmethod
     def of(cls, schema: store.Schema) -> StoreNotes:
         """Those of a store; notes of others are ignored."""
-        known = {field.name for field in fields(cls)}
-        values = {name: value for name, value in schema.extra.items() if name in known}
-        if values.get("views") is not None:
-            values["views"] = Drawing(**values["views"])
+        values = {}
+        for name, shape in get_type_hints(cls).items():
+            with contextlib.suppress(ValidationError):
+                values[name] = TypeAdapter(shape).validate_python(schema.extra.get(name))
+        if values.get("transform") is None:
+            values["files"] = None
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:

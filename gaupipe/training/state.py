@@ -160,10 +160,10 @@ class TrainingState(Generic[Network]):
         LOG.debug(f"wrote {folder / 'state.pt'} after epoch {len(self.metrics)}")
         self.remove_superseded(folder)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, afresh: str = "in another --run-dir") -> None:
         """Continues from what :meth:`save` wrote last, if there is anything. Raises UserError as
         :func:`read_checkpoint`."""
-        with read_checkpoint(folder, self.identity) as state:
+        with read_checkpoint(folder, self.identity, afresh) as state:
             if state is None:
                 return
             self.network.load_state_dict(state["modules"])
@@ -189,10 +189,12 @@ def kept_weights(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def read_checkpoint(folder: Path, identity: Identity) -> Iterator[dict[str, Any] | None]:
+def read_checkpoint(
+    folder: Path, identity: Identity, afresh: str = "in another --run-dir"
+) -> Iterator[dict[str, Any] | None]:
     """Gives what :meth:`TrainingState.save` wrote last, while the block restores it; None where
     there is nothing. Raises UserError for a checkpoint that is damaged or not one of ours, and,
-    with the difference, for one of another ``identity``."""
+    with the difference, for one of another ``identity``, which end in where to start ``afresh``."""
     path = folder / "state.pt"
     if not path.is_file():
         yield None
@@ -200,7 +202,7 @@ def read_checkpoint(folder: Path, identity: Identity) -> Iterator[dict[str, Any]
     try:
         digests.check(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        check_as_begun(folder, state["identity"], identity)
+        check_as_begun(folder, state["identity"], identity, afresh)
         yield state
         LOG.debug(f"read {path} of epoch {len(state['metrics'])}")
     except (UserError, OSError):
@@ -208,7 +210,7 @@ def read_checkpoint(folder: Path, identity: Identity) -> Iterator[dict[str, Any]
     except Exception as error:  # whatever torch makes of a foreign file
         raise UserError(
             f"{path} is damaged, or not a checkpoint of this run ({one_line(error)}): restore it "
-            "from a copy, or start afresh in another --run-dir"
+            f"from a copy, or start afresh {afresh}"
         ) from None
 
 

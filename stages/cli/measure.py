@@ -44,7 +44,7 @@ from stages.request import (
     with_model,
     with_unlabelled,
 )
-from stages.runs.directory import RunDirectory
+from stages.runs.directory import RunDirectory, store_of_unlabelled
 
 
 @command("Measure")
@@ -202,28 +202,38 @@ def verify(
 
     Example: `gaupipe verify runs/digits/maps.zarr --teacher`
     """
+    urls = [] if maps is None else [maps]
     if maps is None:
         run_dir = find_run(run_dir)
-        maps = stored_maps(run_dir)
-    check_store(maps)
+        url = stored_maps(run_dir)
+        urls = [url]
+        if Path(store_of_unlabelled(url)).exists():
+            urls.append(store_of_unlabelled(url))
+    for url in urls:
+        check_store(url)
     if teacher and run_dir is not None:
         RunDirectory(run_dir).settings()  # refuses a folder that is no run
-    with begins(f"verify: {maps}"):
+    with begins(f"verify: {' and '.join(urls)}"):
         from stages import verify as stage
 
-    problems: Sequence[object] = stage.find_problems(maps)
-    if teacher and not problems:
-        problems = stage.against_teacher(maps, run_dir, sample)
-    for problem in problems:
-        print(problem)
-    if problems:
-        noun = "problems" if len(problems) > 1 else "problem"
-        say(f"{maps}: {len(problems)} {noun}")
+    sound = True
+    for url in urls:
+        problems: Sequence[object] = stage.find_problems(url)
+        if teacher and not problems:
+            problems = stage.against_teacher(url, run_dir, sample)
+        for problem in problems:
+            print(problem)
+        if problems:
+            sound = False
+            noun = "problems" if len(problems) > 1 else "problem"
+            say(f"{url}: {len(problems)} {noun}")
+            continue
+        line = f"{url}: complete and intact"
+        if teacher:
+            line += ", as the teacher says"
+        print(line)
+    if not sound:
         raise typer.Exit(1)
-    line = f"{maps}: complete and intact"
-    if teacher:
-        line += ", as the teacher says"
-    print(line)
 
 
 @command("Measure")

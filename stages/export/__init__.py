@@ -114,11 +114,17 @@ def export_run(request: ExportRequest) -> str | None:
             stores.append((others, Exported.unlabelled(data)))
         complete = [is_complete(each.url, teacher.sha256) for each, _ in stores]
         goes_on = not place.replaces and not all(complete)
+        asked = request.asked
+        if goes_on and complete[0]:  # phase B reads both as one: the second is as the first
+            refuse_others(place.url, asked)
+            stored = stored_export(place.url)
+            assert stored is not None  # as it is complete
+            asked = vars(stored)
         for (each, images), is_there in zip(stores, complete, strict=True):
             if is_there and goes_on:
                 LOG.info(f"export: {each.url} is complete")
             else:
-                export(teacher, each, request.asked, images)
+                export(teacher, each, asked, images)
     return place.url
 
 
@@ -212,11 +218,16 @@ def are_there(urls: Sequence[str], directory: RunDirectory, asked: dict[str, Any
     one was written otherwise than ``asked``."""
     if not all(is_complete(url, directory.teacher_digest()) for url in urls):
         return False
-    stored = stored_export(urls[0])
+    refuse_others(urls[0], asked)
+    return True
+
+
+def refuse_others(url: str, asked: dict[str, Any]) -> None:
+    """Raises UserError where a complete store was written otherwise than ``asked``."""
+    stored = stored_export(url)
     for name, value in asked.items():
-        if stored is not None and getattr(stored, name) != value:
+        if stored is not None and value is not None and getattr(stored, name) != value:
             raise UserError(
-                f"{urls[0]} already holds a complete store with {name} {getattr(stored, name)}, "
+                f"{url} already holds a complete store with {name} {getattr(stored, name)}, "
                 f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
             )
-    return True

@@ -172,7 +172,9 @@ def images_of(maps: store.Store) -> ImageData:
                 f"{maps.url}: does not say which images its maps were made from, as stores that "
                 "export-maps writes do: they cannot be drawn"
             ) from None
-        data = load_data(settings)
+        data = load_data(settings, unlabelled=not schema.labelled)
+        if data.unlabelled is not None:
+            data = replace(data, train=data.unlabelled, sha256=data.unlabelled_sha256 or "")
     if data.sha256 != schema.dataset_sha256:
         raise UserError(
             f"{maps.url}: the images of {data.name} are not those the maps were made from"

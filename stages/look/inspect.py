@@ -59,7 +59,9 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
     if schema.prefix_tokens:
         shown["extra_tokens"] = schema.prefix_tokens
     notes = {name: value for name, value in schema.extra.items() if name != "layers"}
-    if "data" in notes:  # settings that do not say which images these are would only puzzle
+    if isinstance(
+        notes.get("data"), dict
+    ):  # settings that do not say which images these are would only puzzle
         notes["data"] = {name: notes["data"].get(name) for name in NAMES_IMAGES}
     return shown | {
         "classes": schema.num_classes,

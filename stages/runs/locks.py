@@ -46,7 +46,7 @@ def lock_of_process(folder: Path, what: str, shared: bool = False) -> Iterator[N
                 process += f" (pid {pid})"
             raise UserError(
                 f"{folder}: {process} is using this {what}: wait for it to end, or choose another "
-                "folder"
+                f"{what}"
             ) from None
         before = os.fstat(file.fileno())
         file.truncate(0)

@@ -95,7 +95,7 @@ def open_student(
                 else:
                     say_if_afresh(folder)
         held.enter_context(locked(folder, "student"))
-        state.load(folder / "checkpoint")
+        state.load(folder / "checkpoint", request.afresh)
         if distributed.is_main() and not is_new:
             write_request(folder, job)
         yield state

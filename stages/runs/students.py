@@ -50,6 +50,11 @@ class StudentRequest:
     instead: str = "--name NAME trains another student beside it"
 
     @property
+    def afresh(self) -> str:
+        """Where another student may start."""
+        return "in another --run-dir" if self.begins_run else "with another --name"
+
+    @property
     def label(self) -> str:
         """The name of the training in lines and on the bar."""
         if self.teacher_run is None:
