@@ -751,7 +751,6 @@ RUNS = [
         f"{STUDENT}/student/config.json --resume",
         remove(f"{STUDENT}/student/config.json"),
     ),
-    Row(EVALUATE, "runs/tiny phase-b", remove(f"{STUDENT}/student")),
     *(
         Row(
             EVALUATE,
@@ -823,7 +822,7 @@ STORES = [
         "DamagedStore",
     ),
     *(
-        Row(f"{EVALUATE} {more}", f"{MAPS} {names} {'b' * 12}", attributes(MAPS, **values), STORE)
+        Row(f"{EVALUATE} {more}", f"{MAPS} {names} {'b' * 64}", attributes(MAPS, **values), STORE)
         for more in ("", "--plain")
         for names, values in (
             ("teacher", {"teacher_sha256": "b" * 64}),
@@ -832,7 +831,7 @@ STORES = [
     ),
     Row(
         "phase-b --run-dir runs/tiny --name new --maps shards.zarr",
-        f"shards.zarr data set {'0' * 12}",
+        f"shards.zarr data set {'0' * 64}",
         attributes("shards.zarr", dataset_sha256="0" * 64),
         STORE,
     ),

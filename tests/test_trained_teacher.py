@@ -486,7 +486,7 @@ def test_a_checkpoint_belongs_to_the_blocks_of_its_store(run):
     others = [
         dataclasses.replace(schema, extra=schema.extra | {"layers": [0]}),
         dataclasses.replace(schema, extra=schema.extra | {"precision": "bfloat16"}),
-        dataclasses.replace(schema, extra=schema.extra | {"probe": True}),
+        dataclasses.replace(schema, extra=schema.extra | {"probe": "0" * 64}),
         dataclasses.replace(schema, grid=(2, 8)),
     ]
     identities = [identity_of_maps(one) for one in (schema, *others)]

@@ -15,6 +15,7 @@ from gaupipe.distillation.job import check_views
 from gaupipe.distillation.student import check_fit
 from gaupipe.settings import Settings
 from gaupipe.system.errors import UserError
+from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import MapShape, Teacher, teacher_class
 from gaupipe.vit.saving import load_folder
 from stages.runs import kept_epochs
@@ -98,12 +99,15 @@ def load_student(
     """
     run = RunDirectory(run_dir)
     run.settings()
+    asked = name is not None or distilled is not None
     distilled = run.is_distilled(name) if distilled is None else distilled
     there = run.students(distilled)
     plain = "" if distilled else " --no-distill"
     command = f"'gaupipe phase-b --run-dir {run_dir}{plain}"
     if name is None and not there:
         raise UserError(f"{run_dir} has no student: {command}' trains one")
+    if not asked and not distilled and run.phase_a.exists():
+        LOG.info("%s: phase B has trained nothing; %s learned labels alone", run_dir, there[-1])
     name = name or there[-1]
     check_name(name)
     folder = run.student(name, distilled) / "student"
