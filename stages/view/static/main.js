@@ -467,7 +467,9 @@ async function open() {
   const { about } = app;
   setColours(about.colours);
   $("choices").hidden ||= !about.predicts && !about.labelled; // nothing to order by
-  if (!about.labelled) document.querySelectorAll("#order [value=wrong], #wrong-sign").forEach((part) => part.remove());
+  if (!about.labelled) {
+    for (const part of document.querySelectorAll("#order [value=wrong], #wrong-sign")) part.remove();
+  }
   $("about").title = about.title;
   $("student").append(...about.students.map((name) => new Option(name, name)));
   if (!about.stored) $("student").remove(0); // "none"
