@@ -341,6 +341,7 @@ def fused_attention(
     if attn_mask is not None:
         # not every kernel defines a query without keys: it reads all of them, and then nothing
         keyless = hidden_by(attn_mask).all(-1, keepdim=True)
+        # by a number, because torch.jit.trace fills a float mask with no bool
         attn_mask = attn_mask.masked_fill(keyless, int(attn_mask.dtype == torch.bool))
     plain = attn_mask is None and not is_causal and not dropout and v.dtype.itemsize >= 4
     if plain and v.device.type == "cpu" and width < q.shape[-1] >= k.shape[-2] / 4:

@@ -178,8 +178,9 @@ class GauViT(VisionTransformer):
         if isinstance(self.patch_embed, ConvPatchEmbed):
             # timm adapts this layer to other channels than three, and notes its name in config.json
             self._traits = {"first_conv": self.patch_embed.first_conv}
+        given = {**TIMM_ARGUMENTS, **kwargs}
         for name in PLACELESS:
-            if self.priors() and {**TIMM_ARGUMENTS, **kwargs}[name]:
+            if given[name] and self.priors():
                 raise UserError(
                     f"attention {attention!r}: with {name} a token has no place on the grid that "
                     f"Gaussians lie on: take {name} out"

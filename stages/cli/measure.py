@@ -101,14 +101,13 @@ def evaluate(
         hidden = plain and RunDirectory(run_dir).is_distilled(scores["student"])
         if data is not None or hidden:
             # of all ten mistakes the command would be long, and a built-in image is no file
-            files = [
-                path for path in (each["path"] for each in mistakes[:5]) if Path(path).is_file()
-            ]
+            files = [each["path"] for each in mistakes[:5] if Path(each["path"]).is_file()]
+            if hidden and not files:
+                return
             if files:
                 look = ["view", "--model", student_folder(run_dir, scores["student"], plain)]
-                look += [word for path in files for word in ("--images", from_here(path))]
-            elif hidden:
-                return
+            for path in files:
+                look += ["--images", from_here(path)]
         elif mistakes:  # the page opens with the most confident one
             look += ["--split", scores["split"], "--image", mistakes[0]["image"]]
         say_next(look)
@@ -202,13 +201,14 @@ def verify(
 
     Example: `gaupipe verify runs/digits/maps.zarr --teacher`
     """
-    urls = [] if maps is None else [maps]
-    if maps is None:
+    if maps is not None:
+        urls = [maps]
+    else:
         run_dir = find_run(run_dir)
-        url = stored_maps(run_dir)
-        urls = [url]
-        if Path(store_of_unlabelled(url)).exists():
-            urls.append(store_of_unlabelled(url))
+        urls = [stored_maps(run_dir)]
+        unlabelled = store_of_unlabelled(urls[0])
+        if Path(unlabelled).exists():
+            urls.append(unlabelled)
     for url in urls:
         check_store(url)
     if teacher and run_dir is not None:

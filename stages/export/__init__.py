@@ -116,10 +116,7 @@ def export_run(request: ExportRequest) -> str | None:
         goes_on = not place.replaces and not all(complete)
         asked = request.asked
         if goes_on and complete[0]:  # phase B reads both as one: the second is as the first
-            refuse_others(place.url, asked)
-            stored = stored_export(place.url)
-            assert stored is not None  # as it is complete
-            asked = vars(stored)
+            asked = as_written(place.url, asked)
         for (each, images), is_there in zip(stores, complete, strict=True):
             if is_there and goes_on:
                 LOG.info(f"export: {each.url} is complete")
@@ -218,16 +215,19 @@ def are_there(urls: Sequence[str], directory: RunDirectory, asked: dict[str, Any
     one was written otherwise than ``asked``."""
     if not all(is_complete(url, directory.teacher_digest()) for url in urls):
         return False
-    refuse_others(urls[0], asked)
+    as_written(urls[0], asked)
     return True
 
 
-def refuse_others(url: str, asked: dict[str, Any]) -> None:
-    """Raises UserError where a complete store was written otherwise than ``asked``."""
+def as_written(url: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """The options with which a complete store was written. Raises UserError where others were
+    ``asked``."""
     stored = stored_export(url)
+    assert stored is not None  # it is complete
     for name, value in asked.items():
-        if stored is not None and value is not None and getattr(stored, name) != value:
+        if value is not None and getattr(stored, name) != value:
             raise UserError(
                 f"{url} already holds a complete store with {name} {getattr(stored, name)}, "
                 f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
             )
+    return vars(stored)

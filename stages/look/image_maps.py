@@ -305,21 +305,21 @@ class LiveMaps:
         images: Split = getattr(self.data, split)
         every = np.arange(len(images))
         for ids in np.array_split(every, every[FEW::FEW]):
-            try:
-                yield self._predicted(images, ids)
-            except (UserError, OSError):  # of one image: the others can be read
-                yield from (self._predicted_or_none(images, image) for image in ids)
+            yield from self._predicted(images, ids)
 
-    def _predicted_or_none(self, images: Split, image: int) -> tuple[Tensor, Tensor] | None:
+    def _predicted(self, images: Split, ids: np.ndarray) -> Iterator[tuple[Tensor, Tensor] | None]:
         try:
-            return self._predicted(images, np.array([image]))
-        except (UserError, OSError):
-            return None
-
-    @torch.inference_mode()
-    def _predicted(self, images: Split, ids: np.ndarray) -> tuple[Tensor, Tensor]:
-        batch = next(Batches(images, self.data, CPU, len(ids)).in_order(ids))
-        return self.model(batch.images).float(), batch.labels
+            batch = next(Batches(images, self.data, CPU, len(ids)).in_order(ids))
+        except (UserError, OSError):  # of one image: the others can be read
+            if len(ids) == 1:
+                yield None
+                return
+            for image in ids:
+                yield from self._predicted(images, np.array([image]))
+            return
+        with torch.inference_mode():
+            logits = self.model(batch.images).float()
+        yield logits, batch.labels
 
     def batch(
         self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"

@@ -59,10 +59,9 @@ def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
     if schema.prefix_tokens:
         shown["extra_tokens"] = schema.prefix_tokens
     notes = {name: value for name, value in schema.extra.items() if name != "layers"}
-    if isinstance(
-        notes.get("data"), dict
-    ):  # settings that do not say which images these are would only puzzle
-        notes["data"] = {name: notes["data"].get(name) for name in NAMES_IMAGES}
+    data = notes.get("data")
+    if isinstance(data, dict):  # settings that do not say which images these are would only puzzle
+        notes["data"] = {name: data.get(name) for name in NAMES_IMAGES}
     return shown | {
         "classes": schema.num_classes,
         "arrays": {

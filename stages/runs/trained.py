@@ -106,7 +106,7 @@ def load_student(
     command = f"'gaupipe phase-b --run-dir {run_dir}{plain}"
     if name is None and not there:
         raise UserError(f"{run_dir} has no student: {command}' trains one")
-    if not asked and not distilled and run.phase_a.exists():
+    if not (asked or distilled) and run.phase_a.exists():
         LOG.info("%s: phase B has trained nothing; %s learned labels alone", run_dir, there[-1])
     name = name or there[-1]
     check_name(name)
