@@ -29,6 +29,7 @@ from sklearn.svm import SVC
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.settings.load import load
+from gaupipe.training.scores import packed
 from stages.runs.chosen_settings import settings_for
 
 
@@ -70,7 +71,11 @@ def main() -> None:
     if arguments.test:
         if data.test is None:
             parser.error(f"--test: {settings.data.name} has no test images")
-        row["test"] = round(search.score(*describe(data, data.test, arguments.cell)), 4)
+        features, labels = describe(data, data.test, arguments.cell)
+        right = search.predict(features) == labels
+        row["test"] = round(float(right.mean()), 4)
+        row["test_images"] = len(right)
+        row["right"] = packed(right)
     print(json.dumps(row))
 
 

@@ -7,7 +7,8 @@ own commands.
 Run it where docs/results/judge_unlabelled.py wrote its folders, with the teacher's folder
 ``deit_tiny_in1k`` beside them. Prints one training in the form of docs/results/data, as JSON. Core
 seconds are the processor's, of the student's command and of its teacher's, which run once and are
-counted for each of its students.
+counted for each of its students. The row "narrow ResNet, labels" is the teacher of "narrow ResNet's
+predictions" itself.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from timing import core_seconds
 
+from gaupipe.teachers.base import Wanted
 from gaupipe.training.scores import packed
+from stages.runs.directory import RunDirectory
+from stages.runs.trained import load_teacher
 
 VIT = [
     *("--set", "threads=1", "--set", "data.image_size=64", "--set", "data.batch_size=64"),
@@ -54,6 +59,8 @@ class Row:
     """Of ``phase-a``, or of ``train``."""
     student: tuple[str, ...] = ()
     """Of ``phase-b``."""
+    itself: bool = False
+    """The teacher is scored, and has no student."""
 
 
 def rows(equal_epochs: int) -> dict[str, Row]:
@@ -71,6 +78,7 @@ def rows(equal_epochs: int) -> dict[str, Row]:
             many, "maps", (*DEIT, *MAPS), ("--set", "phase_b.shuffle_maps=true")
         ),
         "narrow ResNet's predictions": Row(many, "resnet-{seed}"),
+        "narrow ResNet, labels": Row(many, "resnet-{seed}", itself=True),
         "the ViT's own predictions": Row(many, "vit-{seed}", ("--teacher", "vit")),
         "fine-tuned DeiT-Ti's predictions": Row(
             many, "tuned", (*DEIT, "--set", "phase_a.fine_tune_epochs=10")
@@ -96,26 +104,29 @@ def main() -> None:
 
 
 def measure(name: str, row: Row, seed: int) -> dict[str, object]:
-    """Runs the commands of a row, and scores its student once."""
+    """Runs the commands of a row, and scores its student or teacher once."""
     seeded = ["--seed", str(seed)]
     teacher_seconds = 0.0
+    student_seconds = 0.0
     if row.teacher is None:
         run = Path("runs") / f"{name.replace(' ', '-')}-{seed}"
         data = ["--data", row.data, "--run-dir", str(run)]
         student_seconds = gaupipe("train", *data, *seeded, *VIT, *row.arguments)
-        student = []
+        right = right_of_student(run, [])
+        folder = run / "plain" / "standard"
+    elif row.itself:
+        run = Path("runs") / row.teacher.format(seed=seed)
+        teacher_seconds = taught(row, run, seed)["phase-a"]
+        right = right_of_teacher(run)
+        folder = run / "phase_a"
     else:
         run = Path("runs") / row.teacher.format(seed=seed)
-        teacher_seconds = taught(row, run, seed)
-        own = "other" if row.student else "own"
-        student = ["--student", f"{own}-{seed}"]
-        place = ["--run-dir", str(run), "--name", student[-1]]
+        teacher_seconds = sum(taught(row, run, seed).values())
+        student = f"other-{seed}" if row.student else f"own-{seed}"
+        place = ["--run-dir", str(run), "--name", student]
         student_seconds = gaupipe("phase-b", *place, *seeded, *row.student)
-    scored = run / f"test-{'-'.join(student[1:])}.csv"
-    gaupipe("evaluate", "--run-dir", str(run), *student, "--test", "--alone", "--out", str(scored))
-    with scored.open(newline="") as lines:
-        right = np.array([line["label"] == line["class"] for line in csv.DictReader(lines)])
-    folder = run / "phase_b" / student[-1] if student else run / "plain" / "standard"
+        right = right_of_student(run, ["--student", student])
+        folder = run / "phase_b" / student
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
     last = json.loads(metrics[-1])
     return {
@@ -132,16 +143,45 @@ def measure(name: str, row: Row, seed: int) -> dict[str, object]:
     }
 
 
-def taught(row: Row, run: Path, seed: int) -> float:
-    """Trains and exports a teacher, unless it was done before. Returns its core seconds."""
+def taught(row: Row, run: Path, seed: int) -> dict[str, float]:
+    """Trains and exports a teacher, unless it was done before. Returns the core seconds of both
+    commands."""
     kept = run / "core_seconds.json"
     if not kept.exists():
         seeded = ["--seed", str(seed)] if "{seed}" in str(row.teacher) else []
         place = ["--run-dir", str(run)]
-        seconds = gaupipe("phase-a", "--data", row.data, *place, *seeded, *VIT, *row.arguments)
-        seconds += gaupipe("export-maps", *place)
+        seconds = {
+            "phase-a": gaupipe(
+                "phase-a", "--data", row.data, *place, *seeded, *VIT, *row.arguments
+            ),
+            "export-maps": gaupipe("export-maps", *place),
+        }
         kept.write_text(json.dumps(seconds))
-    return float(json.loads(kept.read_text()))
+    return json.loads(kept.read_text())
+
+
+def right_of_student(run: Path, student: list[str]) -> np.ndarray:
+    """Which test images [N] the command ``evaluate`` has in their class."""
+    scored = run / f"test-{'-'.join(student[1:])}.csv"
+    gaupipe("evaluate", "--run-dir", str(run), *student, "--test", "--alone", "--out", str(scored))
+    with scored.open(newline="") as lines:
+        return np.array([line["label"] == line["class"] for line in csv.DictReader(lines)])
+
+
+@torch.inference_mode()
+def right_of_teacher(run: Path) -> np.ndarray:
+    """Which test images [N] the teacher has in their class."""
+    directory = RunDirectory(run)
+    data = directory.load_data(directory.settings(), test=True)
+    teacher = load_teacher(directory, data)
+    assert data.test is not None
+    draws = torch.Generator()
+    right = []
+    for batch in teacher.batches(data.test).in_order():
+        logits = teacher.outputs(batch, Wanted(draws)).logits
+        assert logits is not None
+        right.append(logits.argmax(-1) == batch.labels)
+    return torch.cat(right).numpy()
 
 
 def gaupipe(*words: str) -> float:
