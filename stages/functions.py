@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gaupipe.settings import Settings
-from gaupipe.settings.load import ByName, Overrides, check_plain, read_overrides
+from gaupipe.settings.load import ByName, Overrides, check_plain, leaves, read_overrides
 from gaupipe.settings.places import check_images, check_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics
@@ -228,9 +228,11 @@ def as_path(place: str | Path | None) -> Path | None:
 def with_keywords(overrides: Overrides, settings: dict[str, Any]) -> ByName:
     """Overrides, and keywords as settings. Raises UserError for one that is named twice."""
     changes = read_overrides(overrides)
+    given = {setting for name, value in changes.items() for setting, _ in leaves(value, name)}
     for keyword, value in settings.items():
         name = SHORT.get(keyword, keyword)
-        if name in changes:
+        if name in given:
             raise UserError(f"{keyword}: is {name}, which is given too: give one")
+        given.add(name)
         changes[name] = str(value) if isinstance(value, Path) else value
     return changes

@@ -72,6 +72,10 @@ def test_the_maps_of_a_model_are_stored(tmp_path):
         (lambda: gaupipe.train("digits", epoch=1), "unknown setting 'epoch'"),
         (lambda: gaupipe.train("digits", epochs=1, **{"train.epochs": 2}), "given too: give one"),
         (lambda: gaupipe.train(epochs=1, overrides="train.epochs=2"), "given too: give one"),
+        (
+            lambda: gaupipe.train(epochs=1, overrides={"train": {"epochs": 2}}),
+            "given too: give one",
+        ),
         (lambda: gaupipe.train("digits", lr=-1), "train.optim.lr: input should be greater than 0"),
         (lambda: gaupipe.run("absent.yaml"), "no file 'absent.yaml'"),
         (lambda: gaupipe.export("absent"), "absent is not a run directory"),

@@ -96,7 +96,7 @@ def _forget_in_phase_b(tree: Tree, changes: ByName) -> None:
     epochs and the baseline 12; but whoever then says ``--epochs 2`` means both, and which was said
     later is no longer known once the two are merged."""
     for change, value in changes.items():
-        for name, _ in _leaves(value, change):
+        for name, _ in leaves(value, change):
             section, *setting = name.split(".")[:3]  # keywords in optim.args are one setting
             if section != "train" or not setting:
                 continue
@@ -155,8 +155,8 @@ def dump(settings: Settings) -> str:
 
 def flatten(settings: Settings, *without: Scope) -> ByName:
     """All settings, but for those of the scopes ``without``."""
-    leaves = _leaves(settings.model_dump(mode="json"), "")
-    return {name: value for name, value in leaves if scope(name) not in without}
+    every = leaves(settings.model_dump(mode="json"), "")
+    return {name: value for name, value in every if scope(name) not in without}
 
 
 def with_anytime(settings: Settings, now: Settings) -> Settings:
@@ -194,12 +194,13 @@ def changed(old: Settings, new: Settings, *without: Scope) -> list[str]:
     return [name for name in before | now if before.get(name) != now.get(name)]
 
 
-def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The settings within ``tree``, which has this name, and their values."""
     if not isinstance(tree, dict) or not tree:
         yield name, tree
         return
     for key, branch in tree.items():
-        yield from _leaves(branch, f"{name}.{key}" if name else key)
+        yield from leaves(branch, f"{name}.{key}" if name else key)
 
 
 def shipped(kind: str = "") -> list[str]:
