@@ -51,5 +51,5 @@ def test_the_commands_of_a_page_work_in_order(tmp_path):
             lines = [line for line in lines if not line.startswith(LEFT_OUT)]
             words = [shlex.split(line, comments=True)[1:] for line in lines]
             commands += [(folder, shortened(command)) for command in words]
-        assert len(commands) >= before + 5, page
+        assert len(commands) > before, page
     in_new_processes(*commands)
