@@ -11,7 +11,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from damage import flip, flipped
+from damage import flip
 from gaupipe.data.buckets import Buckets
 from gaupipe.models import save_student
 from gaupipe.settings import OptimSettings
@@ -117,54 +117,19 @@ def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_
     assert [path.name for path in folder.iterdir()] == ["state.pt"]
 
 
-# ---- records in files ----------------------------------------------------------------------------
-
-
-def rows(folder: Path) -> ImageState:
-    return ImageState(Buckets(6), torch.zeros(5), lr=0.1, folder=folder)
-
-
-def trained_rows(folder: Path) -> dict:
-    """A checkpoint of 6 images, 2 epochs old; image 3 was passed over in the second."""
-    state = rows(folder)
-    for visited in (range(6), (0, 1, 2, 4, 5)):
-        image_ids = torch.tensor(list(visited))
-        state.update(image_ids, (image_ids.float() + 1).view(-1, 1).expand(-1, 5))
-        state.commit()
-    return state.save(folder, "2")
-
-
-def continued(folder: Path, checkpoint: dict) -> ImageState:
-    state = rows(folder)
-    state.load(folder, checkpoint)
-    return state
-
-
-@pytest.mark.parametrize("image", [0, 3])
-def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
-    checkpoint = trained_rows(tmp_path)
-    place = int(image == 3)  # the first epoch goes to records.1, the second back to records.0
-    path, size = tmp_path / "bucket-0000" / f"records.{place}", 15 * 4
-    sound = path.read_bytes()
-    for word in (0, 7, 14):
-        path.write_bytes(flipped(sound, image * size + 4 * word + 1))
-        state = continued(tmp_path, checkpoint)
-        assert state.gather(torch.tensor([1, 2, 4, 5])).shape == (4, 5)
-        for read in (
-            lambda state=state: state.gather(torch.tensor([0, image])),
-            state.sha256s,
-            lambda state=state: state.update(torch.tensor([image]), torch.ones(1, 5)),
-        ):
-            with pytest.raises(UserError, match=f"the record of image {image} is damaged"):
-                read()
+# ---- per-image parameters ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "[" * 10**5, '{"commits": []}', "\udcff"])
 def test_a_damaged_files_json_is_refused(tmp_path, text):
-    checkpoint = trained_rows(tmp_path)
+    images = ImageState(Buckets(6), torch.zeros(5), lr=0.1, folder=tmp_path)
+    images.update(torch.arange(6), torch.ones(6, 5))
+    images.commit()
+    checkpoint = images.save(tmp_path, "1")
     (tmp_path / "bucket-0000" / "files.json").write_bytes(text.encode(errors="surrogateescape"))
+    again = ImageState(Buckets(6), torch.zeros(5), lr=0.1, folder=tmp_path)
     with pytest.raises(UserError) as error:
-        continued(tmp_path, checkpoint)
+        again.load(tmp_path, checkpoint)
     assert "\n" not in str(error.value)
 
 

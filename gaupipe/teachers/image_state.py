@@ -13,7 +13,7 @@ An image's parameters and their two Adam moments form one *record* in a file of
 bucket of image ids has files of its own, so that ranks never write to the same file. One process
 alone has a single bucket.
 
-Axis letters: B images of a batch, R parameters of an image, W int32 words of a record.
+Axis letters: B images of a batch, R parameters of an image, W numbers of a record.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BETAS = (0.9, 0.999)
 EPS = 1e-8  # both Adam's
 
 
-def record_words(size: int) -> int:
+def record_size(size: int) -> int:
     """W of an image with ``size`` parameters: these and their two moments."""
     return 3 * size
 
@@ -77,12 +77,12 @@ class ImageState:
         self.initial_std = initial_std
         self.seed = seed
         self.steps = torch.zeros(buckets.images, dtype=torch.int32)
-        words = record_words(self.initial.numel())
+        size = record_size(self.initial.numel())
         if numbers is None:
             numbers = buckets.rank_buckets()
         self.members = {number: buckets.members(number) for number in numbers}
         self.records = {
-            number: Records(folder / f"bucket-{number:04d}", image_ids, words)
+            number: Records(folder / f"bucket-{number:04d}", len(image_ids), size)
             for number, image_ids in self.members.items()
         }
         self.files: dict[str, str] = {}
@@ -111,7 +111,7 @@ class ImageState:
         finite = torch.isfinite(gradient).all(1)
         image_ids = image_ids[finite]
         gradient = gradient[finite]
-        values = self._read(image_ids, record_words(self.initial.numel()))
+        values = self._read(image_ids, record_size(self.initial.numel()))
         parameters, first, second = values.tensor_split(3, dim=1)  # views, stepped in place
         beta1, beta2 = BETAS
         steps = self.steps[image_ids].add_(1)  # a copy
@@ -122,7 +122,7 @@ class ImageState:
         denominator.mul_(((1 - beta1**power) / self.lr).float())
         parameters.addcdiv_(first, denominator, value=-1)
         for records, rows, positions in self._parts(image_ids):
-            records.write(values.view(torch.int32), rows, positions)
+            records.write(values, rows, positions)
         self.steps[image_ids] = steps  # last: a write may fail, and then no step was made
 
     def commit(self) -> None:
@@ -199,14 +199,14 @@ class ImageState:
             rows = np.flatnonzero(buckets == number)
             yield self.records[number], torch.from_numpy(rows), torch.from_numpy(positions[rows])
 
-    def _read(self, image_ids: Tensor, words: int) -> Tensor:
-        """The first ``words`` of records, float32 [B, words]; of images that have never been
+    def _read(self, image_ids: Tensor, size: int) -> Tensor:
+        """The first ``size`` numbers of records, float32 [B, size]; of images that have never been
         updated their start."""
-        values = torch.zeros(len(image_ids), words)
+        values = torch.zeros(len(image_ids), size)
         used = self.steps[image_ids] > 0
         for records, rows, positions in self._parts(image_ids):
             seen = used[rows]
-            records.read(values.view(torch.int32), rows[seen], positions[seen])
+            records.read(values, rows[seen], positions[seen])
         if not used.all():
             values[~used, : self.initial.numel()] = self._initial(image_ids[~used])
         return values

@@ -27,7 +27,7 @@ from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.teachers.base import MapShape, Teacher
-from gaupipe.teachers.image_state import record_words
+from gaupipe.teachers.image_state import record_size
 from store.layout import Layout, images_fitting
 
 PROCESS_BYTES = 11 * 10**8
@@ -77,7 +77,7 @@ def make_plan(teacher: Teacher, images: int | None = None, world_size: int = 1) 
     checkpoint = 4 * copies(phase.optim.ema) * parameters if phase.most_epochs else 0
     size = math.prod(network.per_image_shape) if phase.learns_of_images else 0
     if size:
-        checkpoint += 9 * images + 4 * size  # and the start of an image
+        checkpoint += 5 * images  # the place and the step count of each
     ema = phase.optim.ema
     data = teacher.images_for_training
     forward = teacher.training_forward if teacher.kind.trained else None
@@ -86,7 +86,7 @@ def make_plan(teacher: Teacher, images: int | None = None, world_size: int = 1) 
         parameters=parameters,
         per_image_parameters=images * size,
         memory_bytes=memory,
-        disk_bytes=2 * (images * record_words(size) * 4 + checkpoint),
+        disk_bytes=2 * (images * record_size(size) * 4 + checkpoint),
     )
 
 
