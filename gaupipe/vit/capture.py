@@ -38,8 +38,7 @@ def capture(
         maps[11]  # [B, H, 1, T] float32: the class token's attention in the last block
 
     model    a ViT of timm, or a model of transformers with the ``attn_implementation`` ``eager``,
-             ``sdpa``, ``flex_attention`` or one of gaupipe's. Compiled, it runs uncompiled while
-             its maps are captured
+             ``sdpa`` or one of gaupipe's. Compiled, it runs uncompiled while its maps are captured
     blocks   numbers of the attention layers to keep, in the order of their calls; negative ones
              count from the end, where each block has one. None keeps all
     queries  numbers of the tokens whose rows are kept; the class token is 0. None keeps all

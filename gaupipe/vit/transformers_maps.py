@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from gaupipe.system.errors import UserError
 from gaupipe.vit.attention_maps import CapturedMaps, attention_map
@@ -47,19 +46,16 @@ def _seen(
 ) -> Callable[..., Any]:
     """An attention ``function`` of transformers that adds its map to those captured.
 
-    sdpa and flex_attention are told by their arguments, and every other one by what it calls, as
-    gaupipe's are, or by the weights that it returns, as each model's own eager attention does.
+    sdpa is told by its arguments, and every other one by what it calls, as gaupipe's are, or by the
+    weights that it returns, as each model's own eager attention does.
     """
-    maps: dict[str, Callable[..., Tensor]] = {"sdpa": _map_of_sdpa, "flex_attention": _map_of_flex}
-    map_of = maps.get(implementation)
 
     def attend(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not captured.watching:
             return function(module, query, key, *args, **kwargs)
-        if map_of is not None:
-            captured.add(map_of, module, query, key, *args, **kwargs)
-            # what transformers compiles itself stays so, for the same outputs to the bit
-            with captured.paused(), torch.compiler.set_stance("default"):
+        if implementation == "sdpa":  # it packs heads together before it calls torch's function
+            captured.add(_map_of_sdpa, module, query, key, *args, **kwargs)
+            with captured.paused():
                 return function(module, query, key, *args, **kwargs)
         calls = captured.calls
         output = function(module, query, key, *args, **kwargs)
@@ -114,45 +110,6 @@ def _map_of_sdpa(
         key,
         attn_mask=_biased(attention_mask, position_bias),
         is_causal=is_causal,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
-        queries=queries,
-    )
-
-
-def _map_of_flex(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    *,
-    queries: Tensor | None,
-    **_without_effect: Any,
-) -> Tensor:
-    """The map [B, H, Q, S] of transformers' ``flex_attention_forward``, from its arguments."""
-    if softcap is not None or s_aux is not None:
-        raise UserError(
-            f"{type(module).__name__} caps its scores or has attention sinks, whose maps cannot "
-            "be told from flex_attention: load the model with attn_implementation='eager'"
-        )
-    if isinstance(attention_mask, BlockMask):
-        sequences, heads, *_rounded_up = attention_mask.shape
-        tokens = query.shape[-2], key.shape[-2]
-        attention_mask = create_mask(
-            attention_mask.mask_mod, sequences, heads, *tokens, device=str(query.device)
-        )
-    elif attention_mask is not None:
-        # it is added to the scores, even a boolean one
-        attention_mask = attention_mask[..., : key.shape[-2]].float()
-    return attention_map(
-        query,
-        key,
-        attn_mask=_biased(attention_mask, position_bias),
         scale=scaling,
         enable_gqa=key.shape[1] != query.shape[1],
         queries=queries,
