@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import grid_sample
 from torchvision.transforms.v2 import functional as F
 
 from gaupipe.data.draws import ERASING, FLIP, RANDAUGMENT, RESIZED_CROP, SHIFT, uniforms
@@ -257,47 +258,23 @@ def middle_square(height: int, width: int, size: int) -> tuple[np.ndarray, np.nd
 
 def enlarged(images: Tensor, boxes: np.ndarray) -> Tensor:
     """The ``boxes`` [B, 4] (top, left, height, width) of uint8 images [B, C, height, width], each
-    enlarged to the size of the images: bilinear, bit by bit torchvision's ``resized_crop`` of each
-    image on a CPU, which calculates in whole numbers and rounds after each axis, columns first."""
-    count, channels, height, width = images.shape
-    top, left, rows, columns = boxes.astype(np.float64).T
-    pixels = images.float()  # exact, like the sums: none needs more than 24 binary digits
-    first, second, shares = _two_pixels(left, columns, width, images.device)
-    first, second = (
-        pixels.gather(-1, place[:, None, None].expand(count, channels, height, width))
-        for place in (first, second)
-    )
-    pixels = _weighted(first, second, shares[:, None, None])
-    first, second, shares = _two_pixels(top, rows, height, images.device)
-    image = torch.arange(count, device=images.device)[:, None, None]
-    channel = torch.arange(channels, device=images.device)[:, None]
-    first, second = (pixels[image, channel, place[:, None]] for place in (first, second))
-    return _weighted(first, second, shares[:, None, :, None]).to(torch.uint8)
+    enlarged to the size of the images: bilinear, and without what lies around the box, as
+    torchvision's ``resized_crop`` of each image."""
+    height, width = images.shape[-2:]
+    top, left, rows, columns = torch.from_numpy(boxes).to(images.device).float().unbind(1)
+    y = _places(top, rows, height)[:, :, None]
+    x = _places(left, columns, width)[:, None]
+    grid = torch.stack(torch.broadcast_tensors(x, y), dim=-1)  # [B, height, width, 2]
+    return grid_sample(images.float(), grid, align_corners=False).round_().to(torch.uint8)
 
 
-def _two_pixels(
-    start: np.ndarray, extent: np.ndarray, size: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The pixels that lie around each of ``size`` points of an axis, int64 [B, size] each, when a
-    box [B] from ``start`` is enlarged to ``size``, and their shares, float32 [B, size, 2]."""
-    point = (extent / size)[:, None] * (np.arange(size) + 0.5) - 0.5
-    pixels = np.floor(point)[..., None] + [0, 1]  # [B, size, 2]
-    shares = np.maximum(1 - np.abs(pixels - point[..., None]), 0)
-    last = extent[:, None, None] - 1
-    shares[(pixels < 0) | (pixels > last)] = 0
-    shares /= shares.sum(-1, keepdims=True)
-    # torch rounds shares to as many binary digits as fit into 16 bits
-    digits = np.exp2(np.floor(np.log2((2**15 - 0.5) / shares.max((1, 2), keepdims=True))))
-    shares = np.floor(shares * digits + 0.5) / digits
-    pixels = np.clip(pixels, 0, last) + start[:, None, None]
-    first, second = torch.from_numpy(pixels.astype(np.int64)).to(device).unbind(-1)
-    return first, second, torch.from_numpy(shares).float().to(device)
-
-
-def _weighted(first: Tensor, second: Tensor, shares: Tensor) -> Tensor:
-    """The sum of pixels with shares [..., 2], rounded, in the place of ``first``."""
-    share, other = shares.unbind(-1)
-    return first.mul_(share).addcmul_(second, other).add_(0.5).floor_()
+def _places(start: Tensor, extent: Tensor, size: int) -> Tensor:
+    """Where ``size`` pixels lie, [B, size] in border coordinates of an axis, when a box [B] from
+    ``start`` is enlarged to ``size``: at its ends on its outer pixels, as nothing lies beyond."""
+    steps = (torch.arange(size, device=start.device) + 0.5) / size
+    inside = extent[:, None] * steps - 0.5
+    inside = torch.minimum(inside.clamp_min(0), extent[:, None] - 1)
+    return (2 * (start[:, None] + inside) + 1) / size - 1
 
 
 def _within(start: np.ndarray, extent: np.ndarray, size: int) -> Tensor:
