@@ -31,16 +31,12 @@ def numbers(*shape, dtype=np.float32):
     return np.random.default_rng(len(shape)).standard_normal((3, *shape)).astype(dtype)
 
 
-def compare(heads, function, m, v, sensitivity, slope=True, close=3e-6):
-    """Value and gradients against the oracle, relative to the largest number of each row; without
-    ``slope`` v has no gradient."""
+def compare(heads, function, m, v, sensitivity, close=3e-6):
+    """Value and gradients against the oracle, relative to the largest number of each row."""
     expected = oracle(heads, m, v, sensitivity)
     mine_m, mine_v = (torch.tensor(x, requires_grad=True) for x in (m, v))
     d = function(mine_m, mine_v)
     d.backward(torch.tensor(sensitivity))
-    if not slope:
-        assert not mine_v.grad.any()
-        expected = [*expected[:2], np.zeros_like(v)]
     for value, right in zip((d.detach(), mine_m.grad, mine_v.grad), expected, strict=True):
         assert value.isfinite().all()
         size = np.abs(right).max(-1, keepdims=True)
@@ -64,8 +60,6 @@ def test_values_and_gradients_for_vectors_of_any_length(heads, compiled):
         close = 3e-6 if min(m_length, v_length) > 1e-37 else 1e-4
         m_now, v_now = m * np.float32(m_length), (v / 4 * np.float32(v_length)).astype(np.float32)
         compare(heads, function, m_now, v_now, sensitivity, close=close)
-    for v_length in (1e-37, 1e-40, 1e-44):  # |m| / |v| leaves the type, v keeps its direction
-        compare(heads, function, m, v * np.float32(v_length), sensitivity, slope=False)
     v[0, :4] *= 1e-20  # heads of very different lengths
     v[1, 4:] *= 1e-28
     v[2, :4] = 0

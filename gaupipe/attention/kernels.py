@@ -19,8 +19,8 @@ def perpendicular(m: Tensor, v: Tensor) -> Tensor:
     where v = 0 (*BeliefFormer, eqs. 10-12*).
 
     Shapes [..., d] alike; computed in float32 or wider, also under autocast, and returned in the
-    type of m. v may have any length, and m up to 1 / d of the largest that its type can hold. The
-    gradient of v grows with |m| / |v|: where it would leave the type v gets none.
+    type of m. Both may have any length that leaves the gradient of v, which grows with |m| / |v|,
+    within the type.
 
     Has derivatives of any order and works under torch.func's transforms.
     """
@@ -38,29 +38,18 @@ def project_out(m: Tensor, v: Tensor) -> Tensor:
     """:func:`perpendicular` by operations whose gradients autograd knows."""
     wide_m = at_least_float32(m)
     wide_v = at_least_float32(v)
-    size, has_slope = size_of(wide_m, wide_v)
-    u = torch.where(has_slope, wide_v, wide_v.detach()) / size
+    u = wide_v / size_of(wide_v)
     squared = (u * u).sum(-1, keepdim=True)  # autocast would round torch.linalg.vecdot
     a = (wide_m * u).sum(-1, keepdim=True) / squared.masked_fill(squared == 0, 1)
     return torch.addcmul(wide_m, a, u, value=-1).to(m.dtype)
 
 
-LARGEST_SLOPE = {torch.float32: 1e35, torch.float64: 1e300}
-"""|m| / |v| up to which the gradient of v fits into the type."""
-
-
-def size_of(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """([..., 1] largest entry of v, 1 where v = 0; [..., 1] true where v has a gradient): v divided
-    by the first has a square that neither vanishes nor overflows."""
-    largest_m = largest_entry(m.detach())
-    size = largest_entry(v.detach())
-    has_slope = largest_m < LARGEST_SLOPE[v.dtype] * size
-    return size.masked_fill(size == 0, 1), has_slope
-
-
-def largest_entry(x: Tensor) -> Tensor:
-    """The largest magnitude [..., 1] of x [..., d], without the copy that ``abs`` would make."""
-    return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
+def size_of(v: Tensor) -> Tensor:
+    """The largest entry [..., 1] of v, 1 where v = 0: v divided by it has a square that neither
+    vanishes nor overflows."""
+    v = v.detach()
+    size = torch.maximum(v.amax(-1, keepdim=True), -v.amin(-1, keepdim=True))  # abs() would copy v
+    return size.masked_fill(size == 0, 1)
 
 
 class _Perpendicular(torch.autograd.Function):
@@ -77,14 +66,14 @@ class _Perpendicular(torch.autograd.Function):
     def forward(m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         wide_m = at_least_float32(m)
         wide_v = at_least_float32(v)
-        size, has_slope = size_of(wide_m, wide_v)
+        size = size_of(wide_v)
         u = wide_v / size
         squared = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square()
         squared = squared.masked_fill(squared == 0, 1)
         with torch.autocast(m.device.type, enabled=False):
             a = torch.linalg.vecdot(wide_m, u).unsqueeze(-1) / squared
         d = torch.addcmul(wide_m, a, u, value=-1).to(m.dtype)
-        return d, a, squared, size, has_slope
+        return d, a, squared, size
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
@@ -94,7 +83,7 @@ class _Perpendicular(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_constants: Tensor) -> tuple[Tensor, Tensor]:
-        m, v, d, a, squared, size, has_slope = ctx.saved_tensors
+        m, v, d, a, squared, size = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative will be asked for
             return torch.func.vjp(project_out, m, v)[1](grad)
         wide_grad = at_least_float32(grad)
@@ -102,16 +91,13 @@ class _Perpendicular(torch.autograd.Function):
         with torch.autocast(m.device.type, enabled=False):
             c = torch.linalg.vecdot(wide_grad, u).unsqueeze(-1) / squared
         grad_m = torch.addcmul(wide_grad, c, u, value=-1)
-        root = size.sqrt()  # the products with a and c fit the type halfway to a / size
-        a = torch.where(has_slope, a / -root, 0)
-        c = torch.where(has_slope, c / -root, 0)
-        grad_v = (grad_m * a).addcmul_(c, at_least_float32(d)).div_(root)
+        grad_v = (grad_m * a).addcmul_(c, at_least_float32(d)).div_(-size)
         return grad_m.to(m.dtype), grad_v.to(v.dtype)
 
     @staticmethod
     def jvp(ctx: Any, along_m: Tensor, along_v: Tensor) -> tuple[Tensor | None, ...]:
         tangent = torch.func.jvp(project_out, ctx.saved_tensors, (along_m, along_v))[1]
-        return tangent, None, None, None, None
+        return tangent, None, None, None
 
 
 def pad_to(x: Tensor, width: int) -> Tensor:
