@@ -14,7 +14,6 @@ from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
-from PIL.TiffImagePlugin import TiffImageFile
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
@@ -38,9 +37,7 @@ SAID = threading.Event()
 BITS = 258
 PHOTOMETRIC = 262
 PLANES = 284
-SAMPLE_FORMAT = 339
-"""TIFF's tags: bits of each sample; 0 where white is 0; 2 where each colour lies apart; and 2
-where numbers have signs."""
+"""TIFF's tags: bits of each sample; 0 where white is 0; and 2 where each colour lies apart."""
 
 warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd metadata, which nobody reads here
 
@@ -65,7 +62,7 @@ def read_rgb(file: BinaryIO) -> Image.Image:
     converts them. What is transparent is laid on white. Values of 16 bits are scaled to 8 bits,
     and so are grey values that are fractions from 0 to 1; one line on stderr tells of the first
     image whose white seems to be less. Raises what Pillow raises, and ValueError for grey values of
-    another range, for a transparent colour of 16 bits, and for a TIFF that Pillow misreads.
+    another range and for a TIFF of 16 bits that Pillow misreads.
     """
     with identify(file) as image:
         return _rgb(image, name_of(file))
@@ -105,42 +102,27 @@ def _rgb(opened: ImageFile.ImageFile, name: str) -> Image.Image:
 
 def _of_8_bits(opened: ImageFile.ImageFile, name: str) -> Image.Image:
     """The pixels, turned as EXIF says."""
-    _refuse_misread(opened)
     tags = getattr(opened, "tag_v2", {})  # of TIFF
+    if max(tags.get(BITS, (8,))) > 8 and (tags.get(PHOTOMETRIC) == 0 or tags.get(PLANES) == 2):
+        raise ValueError(
+            "Pillow misreads 16 bits that lie in planes or are 0 for white; save a PNG"
+        )
     is_deep = opened.format in ("PNG", "TIFF") and ";16" in str(opened.tile)
-    if is_deep and "transparency" in opened.info:  # Pillow looks for it among 8 bits
-        raise ValueError("one of its colours of 16 bits is transparent: give it an alpha channel")
     image = ImageOps.exif_transpose(opened)
     if image.mode == "F" or image.mode.startswith("I"):
-        white_is_zero = tags.get(PHOTOMETRIC) == 0
-        return Image.fromarray(_eight_bits(np.asarray(image), white_is_zero, name))
+        return Image.fromarray(_eight_bits(np.asarray(image), name))
     if is_deep:  # Pillow has kept the upper 8 bits
         _say_if_dark(np.asarray(image.convert("RGB")), 255, name)
     return image
 
 
-def _refuse_misread(opened: ImageFile.ImageFile) -> None:
-    """Raises ValueError for a TIFF of which Pillow gives other values than it holds."""
-    if not isinstance(opened, TiffImageFile):
-        return
-    tags = opened.tag_v2
-    bits = max(tags.get(BITS, (1,)))
-    if tags.get(SAMPLE_FORMAT, (1,))[0] == 2 and bits == 8:
-        raise ValueError("its values are signed bytes; save it with unsigned ones")
-    is_raw = opened.tile[0][0] == "raw"
-    if tags.get(PLANES) == 2 and (opened.mode in ("LA", "La") or (bits > 8 and is_raw)):
-        raise ValueError("Pillow misreads its planes; save it with each pixel's values together")
-
-
-def _eight_bits(values: np.ndarray, white_is_zero: bool, name: str) -> np.ndarray:
+def _eight_bits(values: np.ndarray, name: str) -> np.ndarray:
     top = 65535 if np.issubdtype(values.dtype, np.integer) else 1
     if not ((values >= 0) & (values <= top)).all():  # NaN is not in the range either
         raise ValueError(
             f"its values go from {values.min()} to {values.max()}; "
             f"0 to {top} can be scaled to 8 bits"
         )
-    if white_is_zero:
-        values = top - values
     _say_if_dark(values, top, name)
     return np.rint(values * (255 / top)).astype(np.uint8)
 
