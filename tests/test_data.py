@@ -215,13 +215,6 @@ def test_other_images_in_fashion_mnists_format(tmp_path):
         write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte.gz", np.arange(20, dtype=np.uint8) % 2)
     data = load_data(DataSettings(name="fashion_mnist", root=tmp_path))
     assert data.image_size == 6 and np.array_equal(data.test.source.images[:, 0], images)
-    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", images[:, 1:])
-    with pytest.raises(UserError, match="5 x 6 pixels"):
-        load_data(DataSettings(name="fashion_mnist", root=tmp_path))
-    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", images)
-    write_idx(tmp_path / "t10k-labels-idx1-ubyte.gz", np.zeros(19, dtype=np.uint8))
-    with pytest.raises(UserError, match="20 t10k images, but 19 labels"):
-        load_data(DataSettings(name="fashion_mnist", root=tmp_path))
     path = tmp_path / "train-images-idx3-ubyte.gz"
     whole = path.read_bytes()
     cut = gzip.compress(gzip.decompress(whole)[:-1])

@@ -215,14 +215,10 @@ def test_images_are_taken_as_the_teacher_learned_them():
     assert (takes.mean, takes.std) == ((0.3,) * 3, (0.2,) * 3)
 
 
-@pytest.mark.parametrize(
-    "name, values",
-    [("std", [0, 0, 0]), ("std", 0.5), ("mean", [0.5, 0.5]), ("mean", "abc"), ("std", [1, "x", 1])],
-)
-def test_a_normalisation_that_is_none_is_refused(name, values):
+def test_a_normalisation_of_other_channels_is_refused():
     model = small()
-    model.pretrained_cfg = {**model.pretrained_cfg, name: values}
-    with pytest.raises(UserError, match=f"vit: its pretrained_cfg has the {name}"):
+    model.pretrained_cfg = {**model.pretrained_cfg, "mean": [0.5, 0.5]}
+    with pytest.raises(UserError, match="vit: mean: .* should have a number for each channel"):
         ReadableViT(model, data(), "vit")
 
 

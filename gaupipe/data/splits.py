@@ -334,8 +334,8 @@ def load_data(
         num_classes=num_classes,
         channels=channels,
         image_size=image_size,
-        mean=_by_channel(settings.scaling.get("mean") or mean, channels),
-        std=_by_channel(settings.scaling.get("std") or std, channels),
+        mean=by_channel(settings.scaling.get("mean") or mean, channels, "data.scaling"),
+        std=by_channel(settings.scaling.get("std") or std, channels, "data.scaling"),
         interpolation=settings.interpolation,
         sha256=_digest(split),
     )
@@ -414,12 +414,13 @@ def _without_copies(train: Split, held_out: Sequence[Split]) -> np.ndarray:
     return kept
 
 
-def _by_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """A value of ``data.scaling`` for each channel; for grey images the mean of three."""
+def by_channel(values: Sequence[float], channels: int, where: str) -> tuple[float, ...]:
+    """The mean or std of each channel; of grey images that of three colours. Raises UserError,
+    saying ``where``, for another number of values."""
     if len(values) in (1, 3) and len(values) != channels:
         values = [sum(values) / len(values)] * channels
     if len(values) != channels:
-        raise UserError(f"data.scaling: {list(values)} should have a number for each channel")
+        raise UserError(f"{where}: {list(values)} should have a number for each channel")
     return tuple(map(float, values))  # YAML reads 0 as a whole number
 
 

@@ -254,7 +254,7 @@ def _without_class(archives: Sequence[Archive], member: Member) -> UserError:
 
 def _files_in(archive: Path) -> Iterator[tuple[str, int, int]]:
     """(name, offset, bytes) of the files in an archive that are not hidden. Raises UserError for
-    one that ends early or is compressed, for a sparse file and for a link."""
+    one that ends early or is compressed, and for a link."""
     try:
         with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             whole = os.fstat(file.fileno()).st_size
@@ -264,11 +264,6 @@ def _files_in(archive: Path) -> Iterator[tuple[str, int, int]]:
                 name = "/".join(parts)
                 if not member.offset_data <= tar.offset <= whole:  # the place of the next member
                     raise tarfile.ReadError(f"{name} has {member.size} bytes by its header")
-                if member.issparse():
-                    raise UserError(
-                        f"{archive}: {name} is stored without its zeros: pack it again, without "
-                        "tar's option --sparse (-S)"
-                    )
                 if any(map(is_hidden, name.split("/"))):
                     continue
                 if member.islnk() or member.issym():

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, Split
+from gaupipe.data.splits import ImageData, Split, by_channel
 from gaupipe.system.errors import UserError
 from gaupipe.vit.slicing import spread_of_stream
 
 SETTING = "phase_a.teacher"
-
 
 IMAGES_OF_SPREAD = 128
 
@@ -35,7 +33,7 @@ def input_of(model: Any, data: ImageData, name: str) -> Input:
     """The images that a model was built and trained for. Its ``crop_pct`` is left out: a teacher
     sees what its student sees, or its maps would be of another part of the image.
 
-    Raises UserError for a size that is no fixed square, and for a mean or std that is none.
+    Raises UserError for a size that is no fixed square, and for another number of channels.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     sizes = getattr(getattr(model, "patch_embed", None), "img_size", None)
@@ -47,25 +45,9 @@ def input_of(model: Any, data: ImageData, name: str) -> Input:
             "it: set phase_a.teacher_args={img_size: 224}"
         )
     interpolation = "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
-
-    def trained_with(key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """The model's mean or std [C]; where it names none, the data set's."""
-        channels = len(default)
-        try:
-            values = torch.tensor(config.get(key) or default, dtype=torch.float64)
-            if len(values) == 3 and channels != 3:  # timm summed the weights of three channels
-                values = values.mean().expand(channels)
-            if not torch.isfinite(values).all() or (key == "std" and not (values > 0).all()):
-                raise ValueError
-            return tuple(values.expand(channels).tolist())
-        except (TypeError, ValueError, RuntimeError):
-            raise UserError(
-                f"{SETTING}: {name}: its pretrained_cfg has the {key} {config[key]!r}: "
-                f"should be a number for each of {channels} channels"
-            ) from None
-
-    mean = trained_with("mean", data.mean)
-    std = trained_with("std", data.std)
+    channels = len(data.mean)
+    mean = by_channel(config.get("mean") or data.mean, channels, f"{SETTING}: {name}: mean")
+    std = by_channel(config.get("std") or data.std, channels, f"{SETTING}: {name}: std")
     return Input(int(sizes[0]), interpolation, mean, std)
 
 
