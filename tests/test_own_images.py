@@ -14,7 +14,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.load import flatten, load, parse, with_overrides
 from gaupipe.system.errors import UserError
-from pictures import facts, photos
+from pictures import facts, more_photos, photos
 from runs import metrics
 from stages.cli.hints import say_if_overfitted
 from stages.runs.choices import Choices, choose
@@ -236,6 +236,23 @@ def test_facts_are_those_of_the_training_images(tmp_path):
     assert folder_facts.counts == {"cat": 13, "dog": 12}
     assert (folder_facts.width, folder_facts.height) == (40, 30)
     assert (folder_facts.val, folder_facts.test) == (4, 6)
+
+
+def test_copies_among_the_images_without_labels_count_for_no_choice(tmp_path, capfd):
+    photos(tmp_path / "mine" / "train")
+    more = more_photos(tmp_path / "more", count=6)
+    overrides = [f"data.unlabelled={more}", "phase_a.teacher=resnet"]
+    expected = settings_for(tmp_path / "mine", overrides, tmp_path / "run")
+    shutil.copytree(tmp_path / "mine" / "train", more / "copies")
+    assert settings_for(tmp_path / "mine", overrides, tmp_path / "run") == expected
+    assert "left out copies of training, validation and test images: 24" in capfd.readouterr().err
+    settings, lines = expected
+    assert settings.phase_b.beta == 0.76  # 19 training images and 6 others
+    assert ", 6 images without labels, " in lines[0]
+    broken = more / "copies" / "cat" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    overrides.append("data.unreadable=leave_out")
+    assert settings_for(tmp_path / "mine", overrides, tmp_path / "run")[1] == lines
 
 
 def load_photos(root, **more):

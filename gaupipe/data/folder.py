@@ -367,7 +367,7 @@ class FolderFacts:
     val: int | None = None  # images in a folder for validation; None: a part of those for training
     test: int | None = None
     unlabelled: int = 0
-    """Images without labels, copies of the others among them."""
+    """Images without labels, without copies of the others."""
 
     @property
     def images(self) -> int:

@@ -21,7 +21,7 @@ from gaupipe.data.hfds import rows_with_labels
 from gaupipe.data.images import ArrayImages, FileImages, Source, as_asked
 from gaupipe.data.packed import Images, sources_of
 from gaupipe.data.tar import find_archives, images_in
-from gaupipe.data.unlabelled import open_unlabelled
+from gaupipe.data.unlabelled import open_unlabelled, without_copies
 from gaupipe.settings import DataSettings
 from gaupipe.settings.sections import HFDS, STREAMS
 from gaupipe.system.errors import UserError
@@ -74,14 +74,16 @@ def open_sources(
 def facts_of(
     settings: DataSettings, download: bool = False, unlabelled: bool = False
 ) -> FolderFacts:
-    """Looks at images in files, ``unlabelled`` at those without labels too. No pixels are read, and
-    files that are no images are passed over, because whoever reads all of them says which these
-    are. Raises UserError for a place that cannot be meant, and where none of the sampled files is
-    an image."""
+    """Looks at images in files, ``unlabelled`` at those without labels too, for which all files are
+    read: which of them are copies is in their bytes. Otherwise no pixels are read, and files that
+    are no images are passed over, because whoever reads all of them says which these are. Raises
+    UserError for a place that cannot be meant, and where none of the sampled files is an image."""
     train, val, test = open_sources(settings, download)
     others = None
     if unlabelled:
         others = open_unlabelled(settings, train, download)
+    if others is not None:
+        others = without_copies(others, [train, val, test])
     assert isinstance(train, FileImages)
     sampled = dict.fromkeys(i * len(train) // SAMPLE for i in range(SAMPLE))
     sizes = []

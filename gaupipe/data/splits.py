@@ -349,8 +349,7 @@ def load_data(
     if unlabelled:
         data.unlabelled_sha256 = ""
     if others is not None:
-        labelled = [source for source in (train, val, test) if isinstance(source, FileImages)]
-        others = without_copies(others, labelled)
+        others = without_copies(others, [train, val, test])
         data.unlabelled = Split(others, np.arange(len(others)))
         data.unlabelled_sha256 = _digest(data.unlabelled)
     LOG.debug(f"data set {data.name}: sha256 {data.sha256} of {len(data.train)} training images")

@@ -108,10 +108,11 @@ def _archived(place: Path, paths: Sequence[Path], settings: DataSettings) -> Fil
     return PackedImages.without_labels(place, names, members, settings)
 
 
-def without_copies(images: FileImages, others: Iterable[FileImages]) -> FileImages:
+def without_copies(images: FileImages, others: Iterable[Source | None]) -> FileImages:
     """The images but for byte-identical copies of the images of ``others``, after a line on stderr
     about these. Raises UserError where none is left."""
-    is_copy = are_among(images.contents, [other.contents for other in others])
+    files = [other for other in others if isinstance(other, FileImages)]
+    is_copy = are_among(images.contents, [other.contents for other in files])
     count = int(is_copy.sum())
     if count == len(images):
         raise UserError(

@@ -44,21 +44,20 @@ def settings_for(
         return _run_settings(run, place, overrides), [line]
     changes = read_overrides(overrides)
     valid = with_overrides({"phase_a": {"teacher": "local"}}, changes)
-    phase = parse(valid, "--set").phase_a  # before anything is chosen by it
+    asked = parse(valid, "--set")  # before anything is chosen by it
     given = with_overrides({}, changes)
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"--set data.{name}: --data {folder} says where the images are")
-    images = dict(place)
+    images = {"unlabelled": asked.data.unlabelled, "unreadable": asked.data.unreadable, **place}
     if images["name"] == "folder":
         images["root"] = str(folder)  # as the user wrote it, for messages
-    images["unlabelled"] = valid.get("data", {}).get("unlabelled")
     download = bool(given.get("download"))
     facts = facts_of(DataSettings.model_validate(images), download, unlabelled=not plain)
     sizes = None
-    starts = is_given(phase.teacher) and not facts.unlabelled
+    starts = is_given(asked.phase_a.teacher) and not facts.unlabelled
     if starts:
-        sizes = look_at(phase.teacher, phase.teacher_args)
+        sizes = look_at(asked.phase_a.teacher, asked.phase_a.teacher_args)
     choices = choose(facts, place, has_gpu(given), given, sizes, paper=paper)
     if starts:
         choose_start(choices, sizes)
