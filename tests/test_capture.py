@@ -403,11 +403,15 @@ def test_an_attention_in_the_head_is_not_counted_from_the_end():
     assert list(maps) == [1]
 
 
-def test_maps_of_parts_of_an_image_are_refused():
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_maps_of_parts_of_an_image_are_refused(by_keyword):
     model = timm.create_model("davit_tiny", num_classes=2).eval()
     refusal = pytest.raises(UserError, match="maps of shape .* parts of an image")
     with torch.no_grad(), refusal, gaupipe.capture(model):
-        model(pictures(224))
+        if by_keyword:
+            model(x=pictures(224))
+        else:
+            model(pictures(224))
 
 
 def test_gaupipes_attention_is_fused_whatever_timm_does():

@@ -115,16 +115,18 @@ class CapturedMaps:
         self.calls_in_blocks = 0
         """Those of timm's blocks, before one that the model's head has."""
         self.images: int | None = None
-        """Images of the latest pass, where they are the model's first argument."""
+        """Images of the latest pass, where an argument of the model holds them."""
         self.watching = False
         """True while the model itself runs: other models may run beside it."""
 
-    def start(self, _model: nn.Module, args: tuple[Any, ...]) -> None:
+    def start(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.maps.clear()
         self.calls = 0
         self.images = None
-        if args and isinstance(args[0], Tensor) and args[0].ndim == 4:
-            self.images = len(args[0])
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, Tensor) and argument.ndim == 4:
+                self.images = len(argument)
+                break
         self.watching = True
 
     def end_blocks(self, *_hook: Any) -> None:

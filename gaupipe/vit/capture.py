@@ -68,7 +68,7 @@ def capture(
         given = {block + count if block < 0 and count else block: block for block in blocks}
     captured = CapturedMaps(None if blocks is None else given, queries)
     hooks = [
-        model.register_forward_pre_hook(captured.start),
+        model.register_forward_pre_hook(captured.start, with_kwargs=True),
         model.register_forward_hook(captured.stop, always_call=True),
     ]
     timm_blocks: Any = getattr(model, "blocks", ())
