@@ -75,6 +75,11 @@ def test_classes_mistakes_and_files_are_those_of_the_predictions(photos, tmp_pat
     code, text, err = in_process(*arguments, "--out", "p.json", cwd=tmp_path)
     assert code == 0, err
     assert " (95 % interval 0." in text
+    heads = [line.split() for line in text.splitlines() if line.startswith("label ")]
+    assert [head[:3] for head in heads] == [
+        ["label", "images", "top1"],
+        ["label", "predicted", "probability"],
+    ]
     look, _, image = err.rpartition(" --image ")
     assert look.endswith(f"view --run-dir {photos / 'run'} --student standard --split val")
     plain = in_process("evaluate", "--run-dir", photos / "run", "--plain")[2]

@@ -103,7 +103,7 @@ def tables(scores: ByClass) -> Iterator[Table | Text | str]:
 def class_table(scores: ByClass) -> Table:
     """Classes with images, of which the worst, and the class that each is most often taken for."""
     numbers = (Column(name, justify="right") for name in ("images", "top1"))
-    shown = Table("class", *numbers, "most often taken for", box=None, pad_edge=False)
+    shown = Table("label", *numbers, "most often taken for", box=None, pad_edge=False)
     names = [entry["class"] for entry in scores["classes"]]
     rows = zip(scores["classes"], scores["confusion"], strict=True)
     seen = [(entry, row) for entry, row in rows if entry["images"]]
@@ -118,8 +118,8 @@ def class_table(scores: ByClass) -> Table:
 
 
 def mistake_lines(mistakes: list[Mistake]) -> list[str]:
-    """Images with their class, and the class that was predicted with its probability."""
-    rows = [("class", "predicted", "probability", "most confident mistakes")]
+    """Images with their label, and the class that was predicted with its probability."""
+    rows = [("label", "predicted", "probability", "most confident mistakes")]
     for mistake in mistakes:
         [best, *_] = mistake["classes"]
         probability = f"{best['probability']:.4f}"

@@ -29,9 +29,9 @@ def draw(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> N
     figure = Figure(figsize=(side + margin + 1, side + margin), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, label="share of the class", shrink=0.8)
+    figure.colorbar(image, label="share of the label", shrink=0.8)
     axes.set_xlabel("predicted class")
-    axes.set_ylabel("class")
+    axes.set_ylabel("label")
     if len(names) <= NAMED:
         axes.set_xticks(range(len(names)), shown, rotation=90, parse_math=False)
         axes.set_yticks(range(len(names)), shown, parse_math=False)
