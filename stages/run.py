@@ -163,7 +163,8 @@ def table(lines: Sequence[Line], title: str) -> Table:
     columns = ["", "epochs", "train acc.", "validation acc.", "seconds"]
     if sized:  # no column for the training images, on which a linear head is not scored
         columns = ["", "epochs", "validation acc.", "core s", "parameters", "images/s"]
-        shown.caption = f"{interval}\ncore s: of the processor, with an export that ran now"
+        explained = "core s: of the processor, with an export that ran now; images/s: predictions"
+        shown.caption = f"{interval}\n{explained}"
     for column in columns:
         # a narrow terminal breaks names, never numbers
         shown.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
@@ -173,7 +174,8 @@ def table(lines: Sequence[Line], title: str) -> Table:
             cells.append("-" if line.train_acc is None else f"{100 * line.train_acc:.1f} %")
         cells.append("-" if line.val_acc is None else percent(line.val_acc, line.val_images))
         if sized:
-            cells.append(f"{line.core_seconds:,.0f}")
+            digits = 1 if line.core_seconds < 10 else 0
+            cells.append(f"{line.core_seconds:,.{digits}f}")
             cells += [f"{line.parameters:,}", f"{line.images_per_s:,.0f}"]
         else:
             cells.append(f"{line.seconds:.1f}")

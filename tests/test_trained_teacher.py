@@ -49,7 +49,7 @@ from stages.compare.rows import Row
 from stages.look import inspect
 from stages.look.image_maps import LiveMaps, StudentMaps, images_of, photo
 from stages.publish import folder as publish
-from stages.run import run_all, table
+from stages.run import Line, run_all, table
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher
@@ -124,7 +124,21 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     trained = [tmp_path / "run" / place for place in ("phase_a", "plain/standard")]
     teacher, plain = (processor_seconds(read_metrics(at / "metrics.jsonl")) for at in trained)
     assert rows[0].core_seconds > teacher and rows[2].core_seconds == plain  # the export counts
-    assert [column.header for column in table(rows, "").columns][3] == "core s"
+
+
+def test_the_table_with_sizes_explains_its_columns():
+    costs = {"parameters": 1200, "images_per_s": 3000.4}
+    accuracies = {"train_acc": None, "val_acc": 0.5, "val_images": 10}
+    lines = [
+        Line("student", 2, **accuracies, seconds=9, core_seconds=seconds, **costs)
+        for seconds in (0.46, 9.04, 12.3)
+    ]
+    shown = table(lines, "")
+    cells = {column.header: [*column.cells] for column in shown.columns}
+    assert cells["core s"] == ["0.5", "9.0", "12"] and cells["images/s"] == 3 * ["3,000"]
+    assert (
+        "core s: of the processor, " in shown.caption and "images/s: predictions" in shown.caption
+    )
 
 
 @pytest.mark.parametrize(
