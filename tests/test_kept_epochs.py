@@ -18,6 +18,7 @@ from gaupipe.training import job as training
 from gaupipe.training.scores import Score
 from stages import evaluate, phase_b
 from stages import run as whole_run
+from stages.cli.hints import say_other_epoch
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 
@@ -155,6 +156,14 @@ def test_train_names_itself_as_the_command_that_keeps_another_epoch(tmp_path, se
     command = shlex.split(line.partition(": gaupipe ")[2])
     assert code == 0 and command[0] == "train" and in_process(*command)[0] == 0
     assert said(run / "plain/standard")["epoch"] == 6
+
+
+@pytest.mark.parametrize("last,advised", [(0.6, False), (0.5, True)])
+def test_another_epoch_is_advised_only_if_it_is_better(tmp_path, capfd, last, advised):
+    kept = {"epoch": 2, "keep": "last", "best": 1, "last": 2, "sha256": None}
+    (tmp_path / "student.json").write_text(json.dumps(kept))
+    say_other_epoch(tmp_path, [{"val_acc": 0.6}, {"val_acc": last}])
+    assert ("to keep epoch 1, the best" in capfd.readouterr().err) == advised
 
 
 def test_a_student_whose_saving_was_interrupted_is_not_taken_for_another_epoch(

@@ -12,15 +12,15 @@ from gaupipe.system.progress import EpochMetrics
 from stages.begin import say
 
 
-def say_other_epoch(student: Path) -> None:
-    """Says how the better epoch of the student in a folder becomes the one that is kept, where
-    another is."""
+def say_other_epoch(student: Path, metrics: Sequence[EpochMetrics]) -> None:
+    """Says how the best epoch of the student in a folder becomes the one that is kept, where one
+    that is less good is; ``metrics`` are those of its training."""
     from stages.runs import kept_epochs
 
     if not distributed.is_main():
         return
     kept = kept_epochs.entry(student)
-    if kept["epoch"] == kept["best"]:
+    if metrics[kept["epoch"] - 1]["val_acc"] == metrics[kept["best"] - 1]["val_acc"]:
         return
     command = ["gaupipe", *sys.argv[1:]]
     if "--resume" not in command:

@@ -264,8 +264,8 @@ def phase_b(
     with starts("phase B", request.settings, request.folder):
         from stages import phase_b as stage
 
-    stage.run_request(request)
-    say_other_epoch(request.folder)
+    metrics = stage.run_request(request)
+    say_other_epoch(request.folder, metrics)
     named = ["--run-dir", run_dir, "--student", request.folder.name]
     evaluation = ["evaluate", *named]
     if not distill:
@@ -315,7 +315,7 @@ def train(
     )
     attention = trained.folder.name
     run_directory = RunDirectory(trained.folder.parents[1])
-    say_other_epoch(trained.folder)
+    say_other_epoch(trained.folder, trained.metrics)
     say_if_overfitted(trained.metrics, trained.settings)
     named = ["--run-dir", run_directory.path, "--student", attention]
     evaluation = ["evaluate", *named]
