@@ -130,6 +130,8 @@ def check(row: Row, end: SystemExit, out: str, err: str) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.command[:60])
 def test_bad_input(row, finished, finished_contents, tmp_path, capfd, no_hang, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    asked: list = []  # of the network, which nothing but --download may ask
+    monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: asked.append(address))
     folder, before = finished, finished_contents
     if row.change is not None:
         folder = linked(finished, tmp_path / "copy")  # changes leave linked files alone
@@ -141,6 +143,7 @@ def test_bad_input(row, finished, finished_contents, tmp_path, capfd, no_hang, m
     after = contents(folder)
     assert {path for path in before | after if before.get(path) != after.get(path)} == set()
     check(row, end, out, err)
+    assert asked == []
 
 
 def test_a_bad_input_on_a_terminal_of_ascii(finished, finished_contents, monkeypatch):

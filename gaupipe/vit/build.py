@@ -14,6 +14,7 @@ from torch import nn
 import gaupipe.vit.jit
 import gaupipe.vit.resnet  # noqa: F401
 from gaupipe.settings import ModelSettings
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.initialisation import start_weights
 
@@ -68,6 +69,8 @@ def build_vit(
 def width_of(model: ModelSettings) -> int:
     """Channels of the residual stream, for images of any size; 0 of a model that cannot be built,
     which :func:`build_vit` refuses."""
+    if not timm.is_model(model.name) and not model.name.startswith(LOCAL):
+        return 0  # without asking the hub
     try:
         vit: Any = timm.create_model(model.name, device="meta", **model.args)
     except Exception:
