@@ -167,28 +167,21 @@ STORE_KINDS = "gaussian embedding prior dense topk"
 
 COMMAND_LINE = [
     Row("nonsense", "nonsense", kind="UsageError"),
-    Row("--nonsense", "--nonsense", kind="NoSuchOption"),
     Row("--import absent.py train", "absent.py"),
     Row("--import wrong.py train", "wrong.py ZeroDivisionError", write("wrong.py", "1 / 0")),
     Row("settings phase", "phase digits"),
-    *(
-        Row(f"{command} --run-dir {folder}", f"{folder} config.yaml")
-        for command in ("export-maps", "phase-b", "evaluate", "inspect --student belief --image 3")
-        for folder in ("absent", "pictures")
-    ),
+    # what is not there: tests/test_cli.py has a list, too
+    Row("phase-b --run-dir pictures", "pictures config.yaml"),
     *(
         Row(f"{command} --run-dir absent", "absent config.yaml")
-        for command in ("verify", "export-student", "publish --out new", f"view {MAPS}")
+        for command in ("inspect --student belief --image 3", "verify", f"view {MAPS}")
     ),
     *options(
         "run",
         ("--student beleif", f"--student beleif {ATTENTIONS}", "BadParameter"),
-        ("--run-dir", "--run-dir", "BadOptionUsage"),
-        ("absent.yaml", "absent.yaml digits_expected"),
         ("tiny.yaml --run-dir tiny.yaml", "tiny.yaml --run-dir"),
         ("tiny.yaml --run-dir /dev/null", "/dev/null", "FileExistsError"),
         ("tiny.yaml --run-dir runs/tiny --set seed=1", "runs/tiny seed 0 1"),
-        ("tiny.yaml --run-dir runs/tiny --set train.epochs=2", "runs/tiny train.epochs 1 2"),
         ("pictures.yaml --run-dir runs/tiny", "runs/tiny data.name digits folder"),
         (f"tiny.yaml --run-dir {'n' * 300}", f"{'n' * 300}/config.yaml", "OSError"),
         ("digits --data pictures", "digits --data"),
@@ -206,8 +199,6 @@ COMMAND_LINE = [
     *options(
         "train tiny.yaml",
         ("", "runs/tiny/plain/standard --resume --run-dir"),
-        ("--resume --set seed=1", "runs/tiny seed 0 1"),
-        ("--student beleif", f"--student beleif {ATTENTIONS}", "BadParameter"),
         ("--student Belief3", f"--student Belief3 {ATTENTIONS}", "BadParameter"),
         ("--run-dir new --set 'model.student_args={num_heads: 3}'", "model.student_args num_heads"),
         ("--run-dir new --set data.train_images=99999", "data.train_images 1437"),
@@ -221,10 +212,8 @@ COMMAND_LINE = [
         "export-maps",
         ("--kind gauss", f"--kind gauss {STORE_KINDS}"),
         ("--kind embedding --overwrite", "--kind embedding phase_a.per_image gaussian dense"),
-        ("--kind embedding", "--kind embedding phase_a.per_image"),
         ("--kind prior --out new.zarr", "--kind prior phase_a.per_image gaussian dense"),
         ("--kind dense", f"{MAPS} --overwrite --repair"),
-        ("--kind gaussian", f"{MAPS} --overwrite --repair"),
         ("--kind dense --repair", f"{MAPS} kind dense gaussian --overwrite", "StoreError"),
         ("--encoding int8", "--encoding float16 uint8", "BadParameter"),
         ("--k 0", "--k 1", "BadParameter"),
@@ -237,24 +226,16 @@ COMMAND_LINE = [
         ("--teacher nonsense --out new.zarr", "phase_a.teacher nonsense vit local-dir:FOLDER"),
         ("--teacher vit --out new.zarr", "--teacher vit phase_a.teacher"),
         ("--shard-mb inf --overwrite", "--shard-mb inf 4000"),
-        ("--shard-mb 1e300 --overwrite", "--shard-mb 1e+300 4000"),
         ("--overwrite --repair", "--overwrite --repair"),
         ("", f"{MAPS} --overwrite --repair"),
         ("--out ''", "--out"),
         ("--out pictures/train/cat/0.png/maps.zarr", "0.png/maps.zarr", "StoreError"),
-        *((f"--out {url}", url, "StoreError") for url in ("ftp://x/y", "s3://", "s3:", "file://")),
+        *((f"--out {url}", url, "StoreError") for url in ("ftp://x/y", "s3:", "file://")),
         ("--out file://elsewhere/maps", "file://elsewhere/maps", "StoreError"),
         ("--out /", "/", "StoreError"),
         ("--out ~nosuchuser/x", "~nosuchuser/x ./~nosuchuser/x", "StoreError"),
         ("--run-dir ~nosuchuser/x", "~nosuchuser/x config.yaml"),
         ("--out absent.zarr --repair", "absent.zarr", "StoreError"),
-        ("--out pictures --repair", "pictures", "StoreError"),
-        (
-            "--out shards.zarr --kind dense --repair",
-            "shards.zarr kind dense gaussian --overwrite",
-            "StoreError",
-        ),
-        ("--run-dir vit --kind embedding", "--kind embedding topk dense"),
         ("--run-dir vit --kind prior", "--kind prior topk dense"),
         ("--run-dir vit --set phase_a.teacher_args.depth=3", "phase_a.teacher_args --teacher"),
         ("--run-dir vit --set export.k=4", "--set phase_a.teacher_args"),
@@ -273,16 +254,13 @@ COMMAND_LINE = [
     *options(
         "phase-b --run-dir runs/tiny",
         ("", f"{STUDENT} --resume --name"),
-        ("--student beleif", f"--student beleif {ATTENTIONS}", "BadParameter"),
         ("--no-distill", "runs/tiny/plain/standard --resume --name"),
         ("--no-distill --name x --maps shards.zarr", "--maps shards.zarr --no-distill"),
         ("--name a/b", "--name a/b"),
         ("--name é", "--name é"),
-        ("--name 'a\nb'", r"--name a\nb"),
         ("--name '\x1b[31m'", r"--name \x1b[31m"),
         (f"--name {'n' * 200}", f"--name {'n' * 200} 100"),
         ("--name belief", "--name belief standard"),
-        ("--name new --maps absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
         (
             "--name new --maps compressed/maps.zarr --set phase_b.warm_start=x",
             "--set phase_b.warm_start none teacher slice exact x",
@@ -293,7 +271,6 @@ COMMAND_LINE = [
         ("--resume --set train.epochs=3", f"{CHECKPOINT_B} train.epochs 1 3"),
         ("--name new --epochs 3 --set train.epochs=4", "--epochs 3 --set train.epochs"),
         ("--name new --lr 1 --set train={epochs:1}", "--lr train.optim.lr --set train"),
-        ("--name new --lr 0", "train.optim.lr 0"),
         ("--student belief2 --resume --name standard", "--name standard belief2"),
     ),
     *options(
@@ -301,7 +278,6 @@ COMMAND_LINE = [
         ("--student belief", "runs/tiny/phase_b/belief/student phase-b standard"),
         ("--test", "digits test val"),
         ("--run-dir compressed", "compressed phase-b"),
-        ("extra", "extra", "UsageError"),
         ("--data pictures", "--data pictures train 0 9"),
         ("--run-dir plain --data x", "x"),
     ),
@@ -313,7 +289,6 @@ COMMAND_LINE = [
     ),
     *options(
         "publish",
-        ("", "--out", "MissingParameter"),
         ("absent --out new", "runs/tiny/phase_b/absent/student phase-b standard"),
         ("--out pictures", "--out pictures"),
     ),
@@ -323,22 +298,18 @@ COMMAND_LINE = [
         ("--image -1", "--image -1 0 39"),
         (f"--image {'9' * 5000}", "--image", "BadParameter"),
         (f"--image 0 --head {'9' * 5000}", "--head"),
-        (f"--image 0 --query {'9' * 5000}", "--query"),
         ("--image 0 --layer 99", "--layer 99 0"),
         ("--image 0 --head ²", "--head ² 0 1 mean"),
         ("--image 0 --head 2", "--head 2 0 1"),
         ("--image 0 --query 16", "--query 16 0 15"),
         ("--image 0 --png a.txt", "--png a.txt .png"),
         ("--image 0 --png pictures", "--png pictures .png"),
-        ("--image 0 --png absent/a.png", "--png absent/a.png absent"),
-        ("--image 40 --png a.png", "--image 40 0 39"),
         ("--png a.png", "--png a.png --image"),
         ("--head 0", "--head 0 --image"),
         ("--student standard", "STORE --student"),
     ),
     *options(
         "inspect",
-        ("absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
         ("''", "zarr.json", "UnfinishedStore"),
         ("http://x/y", "http://x/y", "StoreError"),
         ("--student belief --image 3", "runs/tiny/phase_b/belief/student phase-b standard"),
@@ -347,12 +318,9 @@ COMMAND_LINE = [
     ),
     *options(
         "view --no-open",
-        ("absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
         ("--student belief", "--student belief runs/tiny standard"),
         (f"{MAPS} --html a.html --image 40", "40 0 39"),
         ("shards.zarr --image 40", "40 0 39"),
-        ("shards.zarr --html a.txt --image 1", "--html a.txt .html"),
-        ("shards.zarr --html absent/a.html --image 1", "--html absent/a.html absent"),
         ("shards.zarr --student standard", "--student --run-dir"),
         ("shards.zarr --download", "--download --model"),
         (f"shards.zarr --model {MODEL} --images pictures", "STORE --model"),
@@ -362,7 +330,6 @@ COMMAND_LINE = [
     *options(
         "view --no-open --images pictures --image-size 33 --model",
         ("swin_tiny_patch4_window7_224 --random-weights", "swin_tiny_patch4_window7_224"),
-        ("resnet18 --random-weights", "resnet18"),
         ("no_such_model", "no_such_model"),
         ("hf-hub:a/b/c", "hf-hub:a/b/c"),
         ("vit_tiny_patch16_224 --random-weights", "--image-size 33"),
@@ -372,7 +339,6 @@ COMMAND_LINE = [
     ),
     *options(
         "predict",
-        (f"{STUDENT}/student absent.png", "absent.png"),
         (f"{STUDENT}/student ''", "PATHS .", "BadParameter"),
         (f"{STUDENT}/student /dev/null", "/dev/null"),
         (f"{STUDENT}/student pictures --out absent/p.csv", "absent/p.csv absent"),
@@ -388,7 +354,6 @@ COMMAND_LINE = [
     Row("predict pictures", "runs/ phase-a --run-dir", remove("runs")),
     *options(
         "verify",
-        ("absent.zarr", "absent.zarr zarr.json", "UnfinishedStore"),
         ("pictures.yaml --teacher", "pictures.yaml zarr.json", "UnfinishedStore"),
         (f"{MAPS} --teacher --run-dir absent", "absent config.yaml"),
         (f"{MAPS} --teacher --run-dir other", f"{MAPS} teacher", "StoreError"),
@@ -423,17 +388,8 @@ COMMAND_LINE = [
 ]
 
 MODEL_ARGS = (
-    *(
-        "num_heads=3",
-        "embed_dim=15",
-        "patch_size=[2]",
-        "patch_size=[]",
-        "nonsense=1",
-        "class_token=true",
-        "reg_tokens=2",
-    ),
-    *("pos_embed=x", "global_pool=x", "act_layer=x", "norm_layer=x", "block_fn=x", "mlp_layer=x"),
-    *("embed_layer=x", "weight_init=x", "init_values=x"),
+    *("num_heads=3", "embed_dim=15", "patch_size=[2]", "nonsense=1", "reg_tokens=2"),
+    *("global_pool=x", "act_layer=x", "embed_layer=x", "init_values=x"),
 )
 SAID_ELSEWHERE = ("img_size", "in_chans", "num_classes", "pretrained", "device", "attention")
 
@@ -444,11 +400,8 @@ SYNTAX = settings(
     ("phase_a.epochs=3", "--set phase_a.epochs phase_a.max_epochs train.epochs"),
     ("phase_b.attention_options={}", "--set phase_b.attention_options model.attention_options"),
     ("lr=0.1", "--set lr train.optim.lr"),
-    ("phase_a.lr=0.1", "--set phase_a.lr phase_a.optim.lr"),
     ("phase_bb.epochs=3", "--set phase_bb phase_b"),
-    ("train.optim.rl=1", "--set train.optim.rl train.optim.lr"),
     ("train.optim.ema=1", "--set train.optim.ema 1"),
-    ("train.optim.lr=0", "--set train.optim.lr 0"),
     ("phase_a.mode=random", "--set phase_a.mode stochastic expected random"),
     ("train.epochs", "--set train.epochs"),
     ("=1", "--set"),
@@ -476,10 +429,7 @@ SYNTAX = settings(
     ("data.scaling={std: [1.e-320]}", "data.scaling std.0"),
     ("data.scaling={mean: []}", "data.scaling mean 1"),
     ("data.scaling={mean: [true]}", "data.scaling mean.0"),
-    ("data.scaling={mean: ['0']}", "data.scaling mean.0"),
     ("phase_a.local.std=[0.7, 0]", "phase_a.local.std.1 0"),
-    ("phase_a.local.std=[-1]", "phase_a.local.std.0 0"),
-    ("phase_a.local.std=[.nan]", "phase_a.local.std.0 0"),
     ("phase_a.local.std=[]", "phase_a.local.std 1"),
     ("phase_a.prior=false & phase_a.per_image=none", "phase_a prior false per_image none"),
     ("phase_a.teacher_args={depth: 2}", "phase_a teacher_args gaussian"),
@@ -704,22 +654,15 @@ DIGEST = "runs/tiny/phase_a/teacher_sha256"
 RUNS = [
     *(
         Row(command, f"{CONFIG} nonsense", write(CONFIG, "nonsense: 1"))
-        for command in ("evaluate", "export-maps", "run tiny.yaml", RESUME_A)
+        for command in ("evaluate", "run tiny.yaml")
     ),
     *(
         Row("phase-b", f"{CONFIG} {names}", write(CONFIG, content))
         for content, names in (("", ""), ("seed: [", "YAML"))
     ),
     *(
-        Row(command, names, change)
+        Row(command, "seed 0 1", replace(CONFIG, "other/config.yaml"))
         for command in (RESUME_A, "export-maps --overwrite", "verify --teacher")
-        for change, names in (
-            (replace(CONFIG, "other/config.yaml"), "seed 0 1"),
-            (
-                edit(CONFIG, "mode: expected", "mode: stochastic"),
-                "phase_a.mode expected stochastic",
-            ),
-        )
     ),
     Row("export-maps", "runs/ phase-a --run-dir", remove(CONFIG)),
     Row("evaluate", "runs/ phase-a --run-dir", both(remove("runs"), write("runs", "a file"))),
@@ -757,8 +700,11 @@ RUNS = [
             f"{STUDENT}/student --resume",
             both(student_config(), write(f"{STUDENT}/student/{name}", content)),
         )
-        for name in ("config.json", "model.safetensors")
-        for content in (b"", b"{}", b"[" * 10**5, b"\xff" * 100, b"\0" * 7 + b"@{}")
+        for name, contents in (
+            ("config.json", (b"", b"{}", b"[" * 10**5, b"\xff" * 100)),
+            ("model.safetensors", (b"", b"\0" * 7 + b"@{}")),
+        )
+        for content in contents
     ),
     *(
         Row(EVALUATE, f"{STUDENT}/student --resume", student_config(**changes))
@@ -789,9 +735,9 @@ STORES = [
     # what the files of a store may hold is in test_store_metadata
     Row(INSPECT, f"{MAPS} format", attributes(MAPS, format="other"), STORE),
     Row(INSPECT, f"{MAPS} 99 7 --overwrite", attributes(MAPS, format_version=99), "OtherVersion"),
+    Row(NEW_STUDENT, f"{MAPS} zarr.json --repair", flip(f"{MAPS}/zarr.json"), "DamagedStore"),
     *(
-        Row(command, f"{MAPS} {names}", change, kind)
-        for command in (INSPECT, NEW_STUDENT)
+        Row(INSPECT, f"{MAPS} {names}", change, kind)
         for change, names, kind in (
             (remove(MAPS), "zarr.json export-maps", "UnfinishedStore"),
             (both(remove(MAPS), write(MAPS, "a file")), "zarr.json", "UnfinishedStore"),
@@ -908,8 +854,11 @@ DATA = [
     Row("run tiny.yaml --unlabelled pictures", "data.unlabelled pictures digits"),
     *(
         Row(f"{command} --run-dir new --set data.unlabelled=text", "data.unlabelled text", change)
-        for command in ("run pictures.yaml", "phase-a pictures.yaml", "plan pictures.yaml")
-        for change in (None, make("text", Path.mkdir), write("text/1.txt", "text"))
+        for command, change in (
+            ("run pictures.yaml", None),
+            ("phase-a pictures.yaml", make("text", Path.mkdir)),
+            ("plan pictures.yaml", write("text/1.txt", "text")),
+        )
     ),
     *(
         Row(f"run pictures.yaml --unlabelled {inside}", f"data.unlabelled {inside} pictures/train")
