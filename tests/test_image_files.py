@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import unicodedata
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
@@ -124,18 +125,23 @@ def test_all_unreadable_files_are_listed_and_can_be_left_out(root, in_process, t
     assert refused(root, unreadable="leave_out").endswith("of the class 'cat' can be read")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 150), os.unlink])
-def test_an_image_that_is_damaged_after_a_look_is_refused_when_it_is_read(root, workers, change):
+@pytest.mark.parametrize(
+    "workers,damage,reason",
+    [(0, lambda path: os.truncate(path, 150), "truncated"), (1, os.unlink, "No such file")],
+)
+def test_an_image_that_is_damaged_after_a_look_is_refused_when_it_is_read(
+    root, workers, damage, reason
+):
     data = load(root)
     path = root / "train" / data.train.source.names[data.train.positions[5]]
-    change(path)
+    damage(path)
     with pytest.raises(UserError) as error:
         list(Batches(data.train, data, CPU, 4, workers).in_order())
     message = str(error.value)
     assert message.startswith(f"{path}: not readable as an image (")
-    assert "truncated" in message or "No such file" in message
-    assert "\n" not in message
+    assert reason in message and "\n" not in message
+    for process in active_children():
+        process.kill()  # as gaupipe does at its end; torch would wait for it ten seconds
 
 
 # what a folder holds

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,9 +41,8 @@ def python(*command, cwd, **options) -> subprocess.CompletedProcess:
             ["-m", "mine.train", "-m", "gaupipe"],
         ),
         ({"gaupipe": f"import timm\nimport gaupipe\n{BUILD}"}, ["gaupipe", "-m", "gaupipe"]),
-        ({}, ["-c", f"import gaupipe.data.images, timm\n{BUILD}", "-m", "gaupipe"]),
     ],
-    ids=["a package run as a module", "a script called gaupipe, after timm", "-c"],
+    ids=["a package run as a module", "a script called gaupipe, after timm"],
 )
 def test_timm_knows_the_names_however_a_program_starts(tmp_path, files, started):
     """Any module of gaupipe can be the first that a program imports, and options of the program are
@@ -54,6 +54,13 @@ def test_timm_knows_the_names_however_a_program_starts(tmp_path, files, started)
         (tmp_path / name).write_text(content)
     done = python(*started, cwd=tmp_path)
     assert done.stdout == "BeliefAttention True\n", done.stderr
+
+
+def test_a_program_in_the_command_line_is_not_gaupipe(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    for command, ours in (("-c pass -m gaupipe", False), ("-m gaupipe -c x", True)):
+        monkeypatch.setattr(sys, "orig_argv", ["python", *command.split()])
+        assert imports.runs_as_module() == ours
 
 
 @pytest.mark.parametrize("name", ["store.py", "stages/__init__.py"])
