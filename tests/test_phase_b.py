@@ -1,5 +1,5 @@
-"""Phase B as a whole, small: every student learns from every kind of store, under augmentation,
-and exports to ONNX."""
+"""Phase B as a whole, small: students learn from every kind of store, under augmentation, and
+export to ONNX."""
 
 import contextlib
 import json
@@ -76,33 +76,30 @@ def changed(run_dir: Path, *overrides: str):
         path.write_text(before)
 
 
-@pytest.mark.parametrize("key", STUDENTS)
-def test_every_student_learns(run_dir, key):
+@pytest.mark.parametrize("key", ["standard", "belief2", "attentionx", "gaussian"])
+def test_a_student_learns(run_dir, key):
+    """The gradients of all attentions are tested in test_distillation."""
     rows = phase_b.run(run_dir, key)
-    assert (
-        rows[-1]["loss_feat"] < rows[0]["loss_feat"]
-        and rows[-1]["loss_hard"] < rows[0]["loss_hard"]
-    )
+    for loss in ("loss_feat", "loss_hard"):
+        assert rows[-1][loss] < rows[0][loss], loss
     assert rows[-1]["val_acc"] > 0.5  # chance is 0.1
     scores = evaluate.run(run_dir, key)
-    assert scores["top1"] == pytest.approx(rows[-1]["val_acc"]) and scores["loss"] == pytest.approx(
-        rows[-1]["val_loss"], 1e-4
-    )
+    assert scores["top1"] == pytest.approx(rows[-1]["val_acc"])
+    assert scores["loss"] == pytest.approx(rows[-1]["val_loss"], 1e-4)
     assert 0 <= scores["calibration_error"] <= 1 and scores["teacher_agreement"] > 0.3
     assert len(scores["map_kl"]) == 2 and all(0 < kl < 5 for kl in scores["map_kl"])
 
 
 def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
-    """By timm's blocks, and by those that L_feat runs one by one."""
-    rows = []
+    """By the blocks that L_feat runs one by one."""
+    losses = []
     for on in ("false", "true"):
-        changes = [f"grad_checkpointing={on}", "train.epochs=2", "phase_b.gamma=1"]
+        changes = [f"grad_checkpointing={on}", "train.epochs=1", "phase_b.gamma=1"]
         settings = load(run_dir / "config.yaml", changes)
-        for teacher in (RunDirectory(run_dir), None):
-            folder = tmp_path / on / str(teacher is None)
-            rows.append(phase_b.train_student(settings, folder, teacher_run=teacher))
-    losses = [[(row["train_loss"], row["val_loss"]) for row in run_rows] for run_rows in rows]
-    assert losses[0] == losses[2] != losses[1] == losses[3]
+        teacher = RunDirectory(run_dir)
+        [row] = phase_b.train_student(settings, tmp_path / on, teacher_run=teacher)
+        losses.append((row["train_loss"], row["val_loss"]))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("distilled", [False, True])
@@ -138,12 +135,11 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
         (["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=1"], True),
     ],
 )
-def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes, drops):
+def test_a_rate_that_drops_no_patches_is_said(run_dir, changes, drops):
     changes = [*changes, "train.patch_drop_rate=0.5", "train.epochs=4"]
     settings = load(run_dir / "config.yaml", changes)
-    phase_b.train_student(settings, tmp_path / "run/student", teacher_run=RunDirectory(run_dir))
-    said = "patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
-    assert said != drops
+    job = phase_b.build_training(settings, load_data(settings.data), RunDirectory(run_dir))
+    assert any("patch_drop_rate=0.5 drops nothing" in line for line in job.remarks) != drops
 
 
 def test_export_to_onnx_agrees_in_onnxruntime(run_dir, capfd):
@@ -190,38 +186,42 @@ assert "gaupipe" not in sys.modules and "timm" not in sys.modules
 
 AUGMENT = "flip: true, crop_padding: 1, erasing: 0.2, mixup: 0.2, cutmix: 0.2"
 WAYS = {
-    "augmented": ["phase_a.augment=true", f"augment={{{AUGMENT}, randaugment: {{ops: 1}}}}"],
-    "embedding": [
+    "augmented-muon-wsd": [
+        "phase_a.augment=true",
+        f"augment={{{AUGMENT}, randaugment: {{ops: 1}}}}",
+        "train.optim={name: muon, schedule: wsd, lr: 1e-3}",
+    ],
+    "embedding-float16-accumulate-ema": [
         "phase_a.per_image=embedding",
         "phase_a.compression={embedding: 8, hidden: 16}",
         "phase_b.warm_start=teacher",
-    ],
-    "dense": ["phase_b.divergence=student_teacher", "phase_b.temperature=2"],
-    "bfloat16-paper": [
-        "precision=bfloat16",
-        "phase_a.parametrisation=paper",
-        "phase_a.mode=stochastic",
-    ],
-    "float16-accumulate-ema": [
         "precision=float16",
         "phase_a.optim.clip_grad=0.5",
         "train.optim={lr: 4e-3, accumulate: 2, ema: 0.8}",
     ],
-    "muon-wsd": ["train.optim={name: muon, schedule: wsd, lr: 1e-3}"],
+    "dense-bfloat16-paper-other-grid-rezero": [
+        "phase_b.divergence=student_teacher",
+        "phase_b.temperature=2",
+        "precision=bfloat16",
+        "phase_a.parametrisation=paper",
+        "phase_a.mode=stochastic",
+        "model.student_args={patch_size: 1, rezero: true}",
+    ],
     "prior-other-depth-and-heads": [
         "phase_a.per_image=none",
         "model.student_args={depth: 3, num_heads: 4}",
         "phase_b.layer_map=[0, null, 1]",
         "phase_b.head_map=mean",
     ],
-    "other-grid-rezero": ["model.student_args={patch_size: 1, rezero: true}"],
 }
+"""Settings that stand in no other's way are in one training."""
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_ways_to_distil(tmp_path, way):
     kind = way.split("-")[0] if way.split("-")[0] in MAP_KINDS else "gaussian"
-    changes = ["data.train_images=400", "train.epochs=3", "phase_b.gamma=1", *WAYS[way]]
+    short = ["data.train_images=400", "phase_a.max_epochs=1", "train.epochs=3"]
+    changes = [*short, "phase_b.gamma=1", *WAYS[way]]
     rows = phase_b.run(make(tmp_path / "run", *changes, kind=kind), "standard")
     for name in ("train_loss", "loss_feat"):
         assert rows[-1][name] < rows[0][name], name
@@ -276,13 +276,7 @@ def test_cosine_with_restarts_inside_the_epochs_of_the_phase():
     [
         (["train.optim.schedule=cosinus"], "timm cannot make 'cosinus'"),
         (["train.optim.schedule=none"], "'constant' holds"),
-        (["train.optim.schedule_args={decay: 3}"], "decay"),
-        (["train.optim.name=adan2"], "optim.name"),
-        (["phase_b.layer_map=[0, 1, 1]"], "should have 2 entries"),
-        (["phase_b.head_map=[0]"], "phase_b.head_map: should have 2 entries, each 0 to 1"),
         (["phase_b.head_map=[0, 2]"], "phase_b.head_map: should have 2 entries, each 0 to 1"),
-        (["model.student_args={num_heads: 4}"], "phase_b.head_map"),
-        (["phase_b.layer_map=[0, 7]"], "0 to 1"),
         (["model.attention_options={gama: 2}"], "gama"),
     ],
 )
@@ -330,10 +324,10 @@ def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     assert not (other["gaussians"] == own["gaussians"]).reshape(1437, -1).all(1).any()
     assert np.array_equal(one["gaussians"], other["gaussians"][first])  # whatever the order
     assert np.array_equal(other["logits"], own["logits"])
-    taken = np.sort(other["gaussians"].reshape(1437, -1), axis=0)
-    assert np.array_equal(
-        taken, np.sort(own["gaussians"].reshape(1437, -1), axis=0)
-    )  # each is taken once
+    taken, all_of_them = (
+        np.sort(entries["gaussians"].reshape(1437, -1), axis=0) for entries in (other, own)
+    )
+    assert np.array_equal(taken, all_of_them)  # each is taken once
 
 
 @pytest.mark.parametrize(
@@ -413,7 +407,7 @@ def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     assert len((run_dir / "plain/y/metrics.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("moment", ["starts", "load_data", "build_student", "train"])
+@pytest.mark.parametrize("moment", ["starts", "build_student", "train"])
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
     run_dir, tmp_path, monkeypatch, in_process, moment
 ):
@@ -440,16 +434,9 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     assert learned[0]["url"] == str(tmp_path / "dense.zarr")
 
 
-def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):
-    phase_b.run(run_dir, "xsa", resume=True)
-    message = "phase_b.alpha 0.1, now it is 0.3"
-    with pytest.raises(UserError, match=message):
-        phase_b.run(run_dir, "xsa", resume=True, overrides=["phase_b.alpha=0.3"])
-
-
 def test_maps_of_another_teacher_are_refused(run_dir, tmp_path):
     """In the run's own place, however it is named."""
-    other = make(tmp_path / "other", "seed=7")
+    other = make(tmp_path / "other", "seed=7", "phase_a.max_epochs=1")
     write_store(other, out=str(run_dir / "maps.zarr"), overwrite=True)
     (tmp_path / "link").symlink_to(run_dir)
     named = str(run_dir / "maps.zarr")
@@ -462,11 +449,19 @@ def test_maps_of_another_teacher_are_refused(run_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "teacher, sees_views", [("gaussian", False), ("vit", True), ("local-dir:vit", True)]
+    "augment, teacher, views, said",
+    [
+        ("{crop_padding: 1}", "vit", 1, True),
+        ("{resized_crop: {scale: [0.5, 1.0]}}", "local-dir:vit", 1, True),
+        ("{crop_padding: 1}", "gaussian", 1, False),  # Gaussians move with their image
+        ("{flip: true}", "vit", 1, False),
+        ("{crop_padding: 1, geometry: ignore}", "vit", 1, False),
+        ("{crop_padding: 1}", "vit", 2, False),
+    ],
 )
-def test_moved_maps_are_spoken_of_where_the_teacher_would_see_views(teacher, sees_views):
-    """Gaussians move with their image."""
-    schema = make_schema(kind="dense", layers=1, extra={"teacher": teacher})
-    settings = load("digits", ["augment.crop_padding=1", "phase_b.gamma=0.5"])
-    student = small(depth=1)
-    assert any("move" in line for line in remarks_on_maps(settings, schema, student)) == sees_views
+def test_maps_that_shifts_and_crops_would_move_are_spoken_of(augment, teacher, views, said):
+    extra = {"teacher": teacher}
+    schema = make_schema(kind="dense", layers=1, num_images=24, views=views, extra=extra)
+    settings = load("digits_expected", [f"augment={augment}", "phase_b.gamma=0.5"])
+    remarks = remarks_on_maps(settings, schema, small(depth=1))
+    assert any("'gaupipe export-maps --views' stores" in line for line in remarks) == said
