@@ -95,15 +95,14 @@ def train_until_killed(run_dir: Path, settings: Settings, kill: AtFile) -> None:
 )
 def test_any_number_of_processes_trains_the_same(tmp_path, case):
     settings = load("digits_expected", [*TINY, *CASES[case]])
-    worlds = (1, 4) if case == "files" else (1, 2)
     baseline = case in BASELINES
-    for size in worlds:
+    for size in (1, 2):
         arguments = tmp_path / str(size), settings, baseline
         codes = in_world(size, tmp_path / "words", train, *arguments)
         words = [path.read_text() for path in sorted((tmp_path / "words").iterdir())]
         assert codes == [0] * size, words
         assert words[0].count("phase A epoch 3/3") == 1 and not any(words[1:])
-    alone, together = (results(tmp_path / str(size)) for size in worlds)
+    alone, together = (results(tmp_path / size) for size in ("1", "2"))
     assert len(alone) == (3 if baseline else 2)
     assert_close(together, alone, 1e-5)
 
@@ -197,7 +196,6 @@ def test_scores_are_those_of_one_process(tmp_path, trained):
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        (["phase-a", "nosuch"], "no file 'nosuch'"),
         (["phase-a", "digits", "--set", "data.buckets=3"], "3 buckets cannot be shared by 2"),
         (["inspect", "RUN/maps.zarr"], "inspect is a job for one process"),
         (["run", "--nosuch"], "No such option"),
@@ -237,8 +235,7 @@ def command_that_fails(rank: int, what: str, *arguments: str) -> None:
     command(*arguments)
 
 
-@pytest.mark.parametrize("what", FAILURES)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank,what", [(0, "full disk"), (1, "bug")])
 def test_a_failure_of_any_rank_ends_all_with_one_line(tmp_path, rank, what):
     phase_a = ["phase-a", "digits", *sets(*TINY), "--run-dir", str(tmp_path / "run")]
     codes = in_world(2, tmp_path / "words", command_that_fails, rank, what, *phase_a)
@@ -301,7 +298,6 @@ TEACHER = ["--teacher", "local-dir:/proc/self/cwd/teacher", *NO_HEAD]
     [
         ([*PHASE_A, "--set", "seed=RANK"], "seed: 1 in rank 1 (on "),
         ([*PHASE_A, *FASHION], "data set fashion_mnist, sha256 of the training images: "),
-        ([*PHASE_A, *TEACHER], "cwd/teacher, sha256: "),
         ([*EXPORT, "NEW", *TEACHER], "cwd/teacher, sha256: "),
         (["phase-a", "digits", "--run-dir", "RANK"], "run: 1 in rank 1 (on "),
         (["run", "digits", *sets(*TINY), "--run-dir", "mine"], "rank 1: mine is not a run"),
