@@ -93,13 +93,6 @@ def test_running_again_changes_nothing_and_prints_the_same_table(finished, in_pr
     assert code == 0 and out == first and times() == before
 
 
-def test_evaluate_agrees_with_the_metrics(finished, in_process):
-    folder = finished[0]
-    scores = json.loads(in_process("evaluate", "--run-dir", "run", "--json", cwd=folder)[1])
-    assert scores["top1"] == metrics(folder / "run/phase_b/standard/metrics.jsonl")[-1]["val_acc"]
-    assert scores["images"] == 360 and "top5" not in scores  # of ten classes
-
-
 def test_inspect(finished, in_process):
     folder = finished[0]
     summary = json.loads(in_process("inspect", "run/maps.zarr", "--json", cwd=folder)[1])
@@ -274,20 +267,6 @@ def test_a_long_job_in_a_pipe_says_how_far_it_is(
     assert re.search(r"^[\w.]+: 100%, [\d.e+]+ images/s, 0 s left$", err, re.MULTILINE), err
 
 
-def test_a_training_says_what_it_does_and_what_may_follow(tmp_path, capfd):
-    command = ["train", "digits", "--student", "xsa", *sets(*TINY, "train.epochs=1")]
-    assert run_main(*command, cwd=tmp_path) == 0
-    said = capfd.readouterr().err.splitlines()
-    into = "digits, gauvit_pico_patch2_8, attention xsa, into runs/digits/plain/xsa"
-    assert said[0] == f"gaupipe: training: {into} ..."
-    assert said[1].startswith("xsa (plain): 200 images, ")
-    assert said[1].endswith(" parameters, cpu, float32, epochs 1 to 1")
-    assert said[-2:] == [
-        "gaupipe: next: gaupipe evaluate --run-dir runs/digits --student xsa",
-        "gaupipe: or: gaupipe view --run-dir runs/digits --student xsa",
-    ]
-
-
 def test_help_does_not_import_torch():
     """The command answers at once."""
     stdout, imported = modules_imported(["-m", "gaupipe", "run", "--help"])
@@ -342,9 +321,3 @@ def test_notes_of_another_shape_are_ignored(tmp_path, extra, in_process):
     for options in ([], ["--image", 3]):
         code, _, err = in_process("inspect", tmp_path / "s", *options)
         assert code == 0, err
-
-
-def test_a_student_may_start_afresh_with_another_name(finished, in_process):
-    call = "phase-b", "--run-dir", "run", "--resume", "--epochs", 5
-    code, _, err = in_process(*call, cwd=finished[0])
-    assert code == 2 and "or start afresh with another --name" in err

@@ -159,13 +159,6 @@ def test_the_phases_say_in_one_line_that_nothing_is_trained_or_stored(tmp_path, 
     )
 
 
-def test_patches_that_are_never_dropped_are_named(tmp_path, in_process):
-    changes = sets("train.patch_drop_rate=0.5", "phase_b.gamma_schedule=constant")
-    code, _, err = in_process("phase-a", "--run-dir", tmp_path / "run", *changes)
-    assert code == 0, err
-    assert "drops nothing" in in_process("phase-b", "--run-dir", tmp_path / "run")[2]
-
-
 def teacher_of(settings):
     return LocalTeacher(settings, None, torch.device("cpu"))
 

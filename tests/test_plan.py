@@ -84,6 +84,7 @@ def test_cifar10_atto_keeps_a_billion_numbers_in_files():
     [
         ("gaussian", {}),
         ("dense", {}),
+        ("topk", {}),
         ("embedding", {"per_image": "embedding", "compression": {"embedding": 24, "hidden": 32}}),
         ("prior", {"per_image": "none"}),
     ],
@@ -96,7 +97,7 @@ def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_sett
     schema = make_schema(job, choose_store(job))
     store.create(str(tmp_path / "maps.zarr"), schema, decoder=decoder(job, kind))
     group = zarr.open_group(tmp_path / "maps.zarr", mode="r")
-    names = ("gaussians", "maps", "embeddings", "logits", "labels")
+    names = ("gaussians", "maps", "keys", "weights", "embeddings", "logits", "labels")
     arrays = [array for name, array in group.arrays() if name in names]
     if "decoder" in group:
         arrays += [array for _, array in group["decoder"].arrays()]

@@ -176,6 +176,7 @@ def test_gallery(page, run):
     assert page.page.locator(".thumb.wrong").count() == len(wrong)
     page.page.select_option("#order", "wrong")
     page.until(f"document.querySelector('.thumb').dataset.image == {first(logits, wrong)}")
+    page.page.wait_for_selector(f"h2:has-text('Image {first(logits, wrong)}:')")
     page.page.fill("#class", "3")
     page.press("Enter")
     count = int((labels == 3).sum())
@@ -577,15 +578,6 @@ def test_every_control_has_a_sentence(page):
     assert [name for name, explained in controls if not explained] == []
     everywhere = {"student", "view", "Teacher", "is read by", "explain", "order", "go-to", "png"}
     assert {name for name, _ in controls} >= everywhere
-
-
-def test_an_order_opens_its_first_image(page, run):
-    page.open("image=3")
-    maps = store.open(run / "maps.zarr").gather(np.arange(60))
-    logits, labels = maps["logits"].astype(float), maps["labels"]
-    wrong = first(logits, np.flatnonzero(logits.argmax(-1) != labels))
-    page.page.select_option("#order", "wrong")
-    page.page.wait_for_selector(f"h2:has-text('Image {wrong}:')")
 
 
 def test_the_whole_walk_by_keyboard(page):
