@@ -86,7 +86,7 @@ def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature,
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=close)
 
 
-@pytest.mark.parametrize("attention", ["standard", "attentionx", "gaussian", "prior"])
+@pytest.mark.parametrize("attention", ["attentionx", "gaussian", "prior"])
 def test_the_pass_compiles_without_graph_breaks(attention):
     model, images, stored = student(attention, depth=1), torch.randn(B, 1, 8, 8), gaussians()
 

@@ -218,7 +218,9 @@ def test_other_images_than_those_of_the_run_are_not_scored(
     for file in files:
         file.write_text(file.read_text().replace(str(spots), str(moved)))
     change(moved / "photos")
-    for name, (command, *more) in READERS.items():
+    every = change in (add_an_image, replace_a_test_image)
+    for name in READERS if every else ["evaluate"]:
+        command, *more = READERS[name]
         code, out, err = in_process(command, "--run-dir", moved / "run", *more, cwd=moved)
         if change is replace_a_test_image and name not in ("evaluate --test", "publish"):
             assert code == 0, (name, err)

@@ -47,14 +47,13 @@ def command(folder):
     return ["train", "--data", folder / "photos", "--model", f"local-dir:{folder / 'weights'}"]
 
 
-@pytest.mark.parametrize("attention", ["standard", "belief2"])
 def test_images_are_scaled_as_the_weights_expect_from_training_to_prediction(
-    command, folder, tmp_path, in_process, attention
+    command, folder, tmp_path, in_process
 ):
     run = tmp_path / "run"
-    code, _, err = in_process(*command, *sets(*TINY), "--run-dir", run, "--student", attention)
+    code, _, err = in_process(*command, *sets(*TINY), "--run-dir", run, "--student", "belief2")
     assert code == 0, err
-    student = run / "plain" / attention
+    student = run / "plain/belief2"
     model = timm.create_model(f"local-dir:{student / 'student'}", pretrained=True)
     expected = resolve_model_data_config(model)
     assert expected["input_size"] == (3, 16, 16) and model.num_classes == 2
@@ -281,24 +280,23 @@ def test_all_students_of_a_run_start_from_the_same_weights(command, folder, tmp_
         assert code == 0, err
 
 
-@pytest.mark.parametrize("attention", ["standard", "belief2"])
-def test_a_distilled_deit_gets_two_new_heads(folder, tmp_path, in_process, attention):
+def test_a_distilled_deit_gets_two_new_heads(folder, tmp_path, in_process):
     """Its prediction is their mean."""
     sizes = dict(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=2)
     torch.manual_seed(0)
     deit = timm.create_model("deit_tiny_distilled_patch16_224", **sizes).eval()
     save_student(deit, tmp_path / "weights", **SCALING)
-    model = ["--model", f"local-dir:{tmp_path / 'weights'}", "--student", attention]
+    model = ["--model", f"local-dir:{tmp_path / 'weights'}", "--student", "belief2"]
     command = ["train", "--data", folder / "photos", *model, "--run-dir", tmp_path / "run"]
     code, _, err = in_process(*command, *sets(*TINY))
     assert code == 0, err
-    student = tmp_path / "run/plain" / attention / "student"
+    student = tmp_path / "run/plain/belief2/student"
     trained = timm.create_model(f"local-dir:{student}", pretrained=True).eval()
     images = torch.randn(3, 3, 16, 16)
     features = trained.forward_features(images)
     logits = (trained.head(features[:, 0]) + trained.head_dist(features[:, 1])) / 2
     torch.testing.assert_close(trained(images), logits)
-    settings = settings_of(folder, f"model.name={model[1]}", f"model.attention={attention}")
+    settings = settings_of(folder, f"model.name={model[1]}", "model.attention=belief2")
     fresh = build_student(settings, load_data(settings.data), settings.train).eval()
     torch.testing.assert_close(fresh.forward_features(images), deit.forward_features(images))
     for head in ("head", "head_dist"):

@@ -224,8 +224,7 @@ SMALL = dict(img_size=32, depth=2)
         (PICO, dict(rezero=True)),
         (PICO, dict(mlp_ratio=0)),
         *(
-            (PICO, dict(attention=key, stem=stem, patch_size=4))
-            for key in ATTENTION
+            (PICO, dict(attention="belief2", stem=stem, patch_size=4))
             for stem in ("conv", "residual")
         ),
         ("vit_tiny_patch16_224", SMALL),
