@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import gaupipe
 from gaupipe.attention import comparing
@@ -327,11 +328,37 @@ def test_chosen_blocks_and_queries_are_rows_of_the_whole_maps():
     images = pictures(64)
     with gaupipe.capture(model) as whole:
         model(images)
-    with gaupipe.capture(model, blocks=[-1], queries=[0, -1]) as maps:
-        model(images)
-    assert list(maps) == [1]
-    torch.testing.assert_close(maps[1], whole[1][:, :, [0, 16]], atol=1e-6, rtol=0)
-    assert not maps[1].requires_grad
+    for numbers in (list, tuple, torch.tensor):
+        with gaupipe.capture(model, blocks=numbers([-1]), queries=numbers([0, -1])) as maps:
+            model(images)
+        assert list(maps) == [1]
+        torch.testing.assert_close(maps[1], whole[1][:, :, [0, 16]], atol=1e-6, rtol=0)
+        assert not maps[1].requires_grad
+
+
+@pytest.mark.parametrize("number", [1, torch.tensor(1), torch.tensor([True]), [True], [0.0]])
+def test_blocks_and_queries_are_lists_of_whole_numbers(number):
+    for name in ("blocks", "queries"):
+        refusal = pytest.raises(UserError, match=f"{name} .*: should be a list of whole numbers")
+        with refusal, gaupipe.capture(torch.nn.Identity(), **{name: number}):
+            pass
+
+
+def test_maps_of_a_graph_and_of_a_parallel_model_are_those_of_the_model():
+    model = randomised(timm.create_model("vit_tiny_patch16_224", img_size=32, **SIZES))
+    images = pictures(32)
+    expected = eager_maps(model, images)
+    graph = create_feature_extractor(model, ["blocks.1"])
+    for other in (graph, torch.nn.DataParallel(model)):
+        with torch.no_grad(), gaupipe.capture(other, blocks=[0, -1]) as maps:
+            other(images)
+        assert list(maps) == [0, 1]
+        for block, weights in enumerate(expected):
+            torch.testing.assert_close(maps[block], weights, atol=1e-5, rtol=0)
+    exported = torch.export.export(model, (images,)).module()
+    refusal = pytest.raises(UserError, match="by a way of its own")
+    with refusal, gaupipe.capture(exported):
+        exported(images)
 
 
 def test_the_maps_are_those_of_the_latest_pass():
@@ -364,7 +391,7 @@ def test_refusals_say_why():
         model(pictures(64))
     with pytest.raises(ValueError, match="queries"), gaupipe.capture(model, queries=[99]):
         model(pictures(64))
-    with pytest.raises(ValueError, match="was the model called"), gaupipe.capture(model):
+    with pytest.raises(ValueError, match="the model was not called"), gaupipe.capture(model):
         model.forward_features(pictures(64))
     with pytest.raises(UserError, match="block -7: the model has 2"), gaupipe.capture(model, [-7]):
         model(pictures(64))
@@ -412,6 +439,22 @@ def test_maps_of_parts_of_an_image_are_refused(by_keyword):
             model(x=pictures(224))
         else:
             model(pictures(224))
+
+
+def test_the_advice_to_fuse_an_attention_stands_where_it_leads_to_maps():
+    """XCiT attends over channels and Swin within windows, fused or not."""
+    channels = timm.create_model("xcit_nano_12_p16_224", img_size=32, depth=1)
+    windows = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1))
+    for fused in (False, True):
+        for part in channels.modules():
+            if hasattr(part, "fused_attn"):
+                part.fused_attn = fused
+        refusal = pytest.raises(UserError, match=r"blocks\.0\.attn attends over channels")
+        with refusal, gaupipe.capture(channels):
+            channels(pictures(32))
+    refusal = pytest.raises(UserError, match=r"layers\.0\S* sees parts of an image")
+    with refusal, gaupipe.capture(windows):
+        windows(pictures(56))
 
 
 def test_gaupipes_attention_is_fused_whatever_timm_does():

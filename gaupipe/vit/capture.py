@@ -10,11 +10,15 @@ Axis letters: B images, H heads, T tokens (class and register tokens, then patch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.models.swin_transformer import WindowAttention
+from timm.models.xcit import XCA
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from gaupipe.attention.base import StudentAttention
@@ -49,17 +53,17 @@ def capture(
 
     Raises UserError for a model whose attention is not fused (``fused_attn = False``), for one in
     which no attention was seen or fewer than it has blocks (CaiT), for one that attends within
-    windows (DaViT), for one whose weights cannot be told from the arguments of its attention, and
-    for a block or a query that the model has not.
+    windows (DaViT) or over channels (XCiT), for one whose weights cannot be told from the arguments
+    of its attention, and for a block or a query that the model has not.
     """
-    unfused = [
-        name
-        for name, part in model.named_modules()
-        if getattr(part, "fused_attn", True) is False and not isinstance(part, StudentAttention)
-    ]
-    if unfused:
-        raise UserError(f"{unfused[0]} does not use fused attention: set its fused_attn to True")
-    count = _number_of_blocks(model)
+    model = unwrap_model(model)  # of a compiled or parallel one
+    for name, part in model.named_modules():
+        _refuse_unreadable(name, part)
+    blocks = _whole_numbers("blocks", blocks)
+    queries = _whole_numbers("queries", queries)
+    timm_blocks = _blocks(model)
+    config = getattr(model, "config", None)  # of transformers
+    count = len(timm_blocks) or getattr(config, "num_hidden_layers", None)
     from_the_end = blocks is not None and min(blocks, default=0) < 0
     if from_the_end and count is None:
         raise UserError("the model does not tell its number of blocks: count them from 0")
@@ -71,8 +75,7 @@ def capture(
         model.register_forward_pre_hook(captured.start, with_kwargs=True),
         model.register_forward_hook(captured.stop, always_call=True),
     ]
-    timm_blocks: Any = getattr(model, "blocks", ())
-    if len(timm_blocks):
+    if timm_blocks:
         hooks.append(timm_blocks[-1].register_forward_hook(captured.end_blocks))
     try:
         with (
@@ -87,8 +90,8 @@ def capture(
     name = type(model).__name__
     if not captured.calls:
         raise UserError(
-            f"no attention of {name} was seen: was the model called, as model(...) and not by "
-            "another method?"
+            f"no attention of {name} was seen: either the model was not called, as model(...) and "
+            "not by another method, or it computes its attention by a way of its own, as Hiera does"
         )
     seen = f"{name}: {captured.calls} attentions were seen in {count} blocks"
     if captured.calls < len(timm_blocks):
@@ -202,8 +205,32 @@ def gradient_rollout(model: nn.Module, images: Tensor, classes: Tensor, blocks: 
     return traced.rollout(traced.logits.gather(1, index).sum())
 
 
-def _number_of_blocks(model: Any) -> int | None:
-    """The number of blocks, as a ViT of timm or a configuration of transformers tells it."""
-    if hasattr(model, "blocks"):
-        return len(model.blocks)
-    return getattr(getattr(model, "config", None), "num_hidden_layers", None)
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a ViT of timm, or of a graph made from it; none of another model."""
+    blocks = getattr(model, "blocks", None)
+    return [*blocks.children()] if isinstance(blocks, nn.Module) else []
+
+
+def _refuse_unreadable(name: str, part: nn.Module) -> None:
+    """Raises UserError for an attention of timm that is not over tokens, or is not fused."""
+    if isinstance(part, XCA):
+        raise UserError(f"{name} attends over channels, not over tokens: capture cannot read it")
+    if getattr(part, "fused_attn", True) is not False or isinstance(part, StudentAttention):
+        return
+    if isinstance(part, WindowAttention):
+        raise UserError(f"{name} sees parts of an image, which capture cannot read")
+    raise UserError(f"{name} does not use fused attention: set its fused_attn to True")
+
+
+def _whole_numbers(name: str, given: Iterable[int] | None) -> list[int] | None:
+    """``blocks`` or ``queries`` as a list. Raises UserError for one number and for a mask."""
+    if given is None:
+        return None
+    try:
+        numbers = given.tolist() if isinstance(given, Tensor) else [*given]
+        if bool in map(type, numbers):
+            raise TypeError("a mask")
+        return [operator.index(number) for number in numbers]
+    except TypeError:
+        right = "should be a list of whole numbers, such as [0, -1]"
+        raise UserError(f"{name} {given!r:.50}: {right}") from None
