@@ -25,14 +25,11 @@ def read_map(group: zarr.Group, image: int) -> np.ndarray:
         maps = read_weights(group["maps"], image)
     else:
         keys = group["keys"][image].astype(int)
-        least = 2**-25  # rounding to float16 made 0 of what is smaller
-        if group["weights"].dtype == np.uint8:
-            least = (group["weights"].attrs["sqrt_step"] / 2) ** 2
-        weights = np.maximum(read_weights(group["weights"], image), least)
+        weights = read_weights(group["weights"], image)
         tokens = int(np.prod(group.attrs["grid"])) + group.attrs["prefix_tokens"]
         # what the k keys leave is spread evenly over the other keys
         rest = (1 - weights.sum(-1, keepdims=True)) / max(tokens - keys.shape[-1], 1)
-        maps = np.repeat(np.maximum(rest, least), tokens, axis=-1)
+        maps = np.repeat(np.maximum(rest, 0), tokens, axis=-1)
         np.put_along_axis(maps, keys, weights, axis=-1)
     return maps / maps.sum(-1, keepdims=True)
 

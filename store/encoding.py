@@ -31,8 +31,6 @@ LOG_STD_STEP = (LOG_STD_MAX - LOG_STD_MIN) / 254
 SQRT_STEP = 1 / 254
 LARGEST_WEIGHT = 1 + 2**-10
 """Rounding may have brought a weight a little above 1."""
-LEAST_WEIGHT = {"float16": 2**-25, "uint8": (SQRT_STEP / 2) ** 2}
-"""The weight up to which rounding makes 0, by encoding: what is stored as 0 may be as large."""
 BLOCK = 2**14
 """Numbers that are looked up at once: they stay in the processor's cache."""
 # float16 as bits: numpy's float16 arithmetic is slow

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gaupipe.maps.gaussians import Geometry, expected_map, move
+from gaupipe.maps.stored import Seen, StoredGaussians
 
 
 def gaussians_of(seed: int, *shape: int) -> torch.Tensor:
@@ -85,35 +86,18 @@ def test_a_shift_by_whole_tokens_takes_exactly_their_gaussians(h, w, x, y):
     torch.testing.assert_close(moved[..., :2], taken[..., :2] - by, atol=1e-5, rtol=1e-5)
 
 
-def places(grid: tuple[int, int]) -> np.ndarray:
-    """The tokens' places (x, y) in the image, whose borders are 0 and 1: [T, 2]."""
-    y, x = np.indices(grid).reshape(2, -1)
-    return np.stack([x + 0.5, y + 0.5], axis=1) / [grid[1], grid[0]]
+def test_a_student_of_a_shifted_image_learns_nothing_of_padding():
+    """The view's last column is padding. A Gaussian far beyond the image counts for the image's
+    border, not for the view's."""
+    grid = h, w = 3, 4
+    stored = gaussians_of(3, 2, 1, 2, h * w)  # [B, L, H, T, 4]
+    stored[..., 0] += 2
+    one_token = Geometry(torch.tensor([[2 / w, 0.0]]).expand(2, -1), torch.ones(2, 2))
+    seen = StoredGaussians(stored, grid).map(0, Seen(geometry=one_token)).view(2, 2, h, w, h, w)
 
-
-@pytest.mark.parametrize(
-    "grid,new_grid",
-    [((4, 4), (8, 8)), ((7, 7), (14, 7)), ((6, 8), (3, 5)), ((3, 3), (9, 15)), ((2, 5), (5, 2))],
-)
-def test_queries_of_another_grid_look_at_the_same_places_of_the_image(grid, new_grid):
-    """Means that are an affine function of the query's place in the image stay that, between the
-    outermost centres."""
-    matrix, shift = np.array([[0.7, -0.2], [0.1, 0.5]]), np.array([0.05, 0.2])
-    std = np.array([0.13, 0.3])
-    n, m = np.array([grid[1], grid[0]]), np.array([new_grid[1], new_grid[0]])
-
-    def gaussian(queries: np.ndarray, n: np.ndarray) -> np.ndarray:
-        """Token coordinates, on a grid of n tokens, of what queries at these places look at."""
-        mean = ((queries @ matrix.T + shift) * n - 0.5) / (n - 1) * 2 - 1
-        return np.concatenate([mean, np.broadcast_to(std * n / (n - 1) * 2, mean.shape)], axis=1)
-
-    stored = torch.from_numpy(gaussian(places(grid), n)).float()
-    moved = move(stored.expand(2, 3, -1, 4), None, grid, new_grid)
-    nearest = places(new_grid).clip(0.5 / n, 1 - 0.5 / n)  # no query was learned further out
-    np.testing.assert_allclose(moved[1, 2], gaussian(nearest, m), atol=2e-6)
-
-
-def test_gaussians_along_an_axis_of_one_token():
-    moved = move(gaussians_of(1, 1, 5), None, (1, 5), (2, 10))
-    assert not moved[..., [1, 3]].any() and moved.isfinite().all()
-    assert move(moved, None, (2, 10), (1, 5)).isfinite().all()
+    image = expected_map(stored[:, 0], grid).view(2, 2, h, w, h, w)
+    shifted = torch.zeros_like(image)
+    shifted[:, :, :, :-1, :, :-1] = image[:, :, :, 1:, :, 1:]
+    shifted[:, :, :, -1, :, :-1] = image[:, :, :, -1, :, 1:]  # padding sees as its neighbour does
+    shifted /= shifted.sum((-2, -1), keepdim=True)
+    torch.testing.assert_close(seen, shifted, atol=1e-5, rtol=0)

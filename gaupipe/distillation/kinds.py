@@ -26,7 +26,6 @@ from gaupipe.maps.stored import (
 from gaupipe.maps.views import from_top_k, top_k
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.teachers.gaussian_vit import Decoder
-from store.encoding import LEAST_WEIGHT
 
 Arrays = dict[str, Tensor]
 """Arrays [B, ...] by name, before they are stored."""
@@ -188,7 +187,7 @@ class TopKKind(DenseKind):
     ) -> Tensor:
         keys = select_queries(stored["keys"][:, layer], tokens).long()
         weights = select_queries(stored["weights"][:, layer], tokens).float()
-        return from_top_k(keys, weights, schema.tokens, LEAST_WEIGHT[schema.encoding])
+        return from_top_k(keys, weights, schema.tokens)
 
 
 class PredictionsKind(MapKind):

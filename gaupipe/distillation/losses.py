@@ -29,6 +29,8 @@ from gaupipe.system.errors import UserError
 from gaupipe.vit.forward import run_blocks
 
 SMALLEST = torch.finfo(torch.float32).tiny
+FAINTEST = 2**-25
+"""What float16 rounds to 0: stores of maps hold no smaller weight, and cannot tell it from none."""
 
 
 def soft_loss(logits: Tensor, teacher_probabilities: Tensor, temperature: float = 1.0) -> Tensor:
@@ -82,9 +84,10 @@ def student_teacher(
     student_log_map: Tensor, teacher_map: Tensor, temperature: float, hidden: Tensor | None
 ) -> Tensor:
     """KL(student || teacher), summed over all rows: eq. 9, if its T and G are scores. A key that
-    the teacher gives nothing counts as ``SMALLEST``, so a query's attention there costs 87 nats
-    over the temperature."""
-    teacher_log_map = teacher_map.clamp_min(SMALLEST).log()
+    the teacher gives less than ``FAINTEST`` counts as that, so a query's attention there costs at
+    most 17 nats over the temperature, whatever kind of store, rounding or a view's padding made it
+    0."""
+    teacher_log_map = teacher_map.clamp_min(FAINTEST).log()
     teacher_log_map = log_softmax_of_visible(teacher_log_map / temperature, hidden)
     student_log_map = log_softmax_of_visible(student_log_map / temperature, hidden)
     return F.kl_div(teacher_log_map, student_log_map, log_target=True, reduction="sum")

@@ -221,54 +221,32 @@ class Geometry:
     scale: Tensor
 
 
-def move(
-    gaussians: Tensor,
-    geometry: Geometry | None,
-    grid: tuple[int, int],
-    new_grid: tuple[int, int] | None = None,
-) -> Tensor:
-    """Gaussians of the untransformed images [B or 1, ..., T, 4] -> Gaussians of their views [B,
-    ..., T', 4], float32, on the grid ``new_grid`` (default: the same grid).
+def move(gaussians: Tensor, geometry: Geometry | None, grid: tuple[int, int]) -> Tensor:
+    """Gaussians of the untransformed images [B or 1, ..., T, 4] -> Gaussians of their views, with
+    which a teacher learns from views, float32.
 
     Queries are interpolated (:func:`interpolate_queries`), and a Gaussian's coordinates become
-    those of the view, mean = (mean - offset) / scale and std = std / abs(scale), and of the new
-    grid. Attention that lies outside the view reads its border, as everywhere. Differentiable in
-    the Gaussians. Without a geometry and a new grid the same tensor is returned.
+    those of the view, mean = (mean - offset) / scale and std = std / abs(scale). Attention that
+    lies outside the view reads its border, as everywhere. Differentiable in the Gaussians. Without
+    a geometry the same tensor is returned.
 
     A mirrored or token-aligned view has exactly the mirrored or shifted expected map, as far as
     attention stays inside the view. Between tokens the interpolation of parameters stands in for a
     query that was never learned.
     """
-    if geometry is None and new_grid in (None, grid):
+    if geometry is None:
         return gaussians
-    new_grid = new_grid or grid
     # float64 passes untouched through TF32, which would round to three digits
     stored = gaussians.double().reshape(len(gaussians), -1, *gaussians.shape[-2:])
     rows = stored.transpose(1, 2).flatten(2).unsqueeze(1)  # [B or 1, 1, T, M * 4]
-    queries = interpolate_queries(rows, geometry, grid, new_grid).squeeze(1).unflatten(2, (-1, 4))
-    taken: Tensor = queries.transpose(1, 2).float()  # [B, M, T', 4]
-    ratio = _stretch_ratio(grid, new_grid)
-    taken = taken * taken.new_tensor([*ratio, *ratio])
-    if geometry is not None:
-        scale = geometry.scale.to(taken.device)
-        offset = geometry.offset.to(taken.device) * taken.new_tensor(token_stretch(new_grid))
-        shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None]
-        factor = torch.cat([scale, scale.abs()], dim=-1).float()[:, None, None]
-        taken = (taken - shift) / factor
+    queries = interpolate_queries(rows, geometry, grid, grid).squeeze(1).unflatten(2, (-1, 4))
+    taken: Tensor = queries.transpose(1, 2).float()  # [B, M, T, 4]
+    scale = geometry.scale.to(taken.device)
+    offset = geometry.offset.to(taken.device) * taken.new_tensor(token_stretch(grid))
+    shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None]
+    factor = torch.cat([scale, scale.abs()], dim=-1).float()[:, None, None]
+    taken = (taken - shift) / factor
     return taken.reshape(len(taken), *gaussians.shape[1:-2], -1, 4)
-
-
-def _stretch_ratio(grid: tuple[int, int], new_grid: tuple[int, int]) -> list[float]:
-    """(x, y) of a coordinate on the new grid over that on the old one, for the same place."""
-    ratio = []
-    for old, new in zip(token_stretch(grid), token_stretch(new_grid), strict=True):
-        if old == new:
-            ratio.append(1.0)
-        elif old == 0:  # the one token of the old axis lies in the middle
-            ratio.append(0.0)
-        else:
-            ratio.append(new / old)
-    return ratio
 
 
 def interpolate_queries(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gaupipe.maps.gaussians import Geometry, expected_axes, move, outer
+from gaupipe.maps.gaussians import Geometry, expected_map
 from gaupipe.maps.views import between_patches, move_map
 
 Grid = tuple[int, int]
@@ -27,37 +27,53 @@ class Seen:
     grid: Grid | None = None
     queries: Tensor | None = None
 
+    @property
+    def moves(self) -> bool:
+        """Whether rows lie between those that are stored, and are made of several."""
+        return self.geometry is not None or self.grid is not None
+
+    def of(self, maps: Tensor, grid: Grid) -> Tensor:
+        """The rows [B, H, Q, T'] that are seen of whole maps [B, H, T, T] on a ``grid``."""
+        return select_queries(move_map(maps, self.geometry, grid, self.grid), self.queries)
+
 
 AS_STORED = Seen()
 
 
+class StoredAttention:
+    """The attention of a batch on a ``grid`` (h, w)."""
+
+    grid: Grid
+
+    def rows(self, layer: int) -> Tensor:
+        """A block's whole map [B, H, T, T] float32 as it is stored, class and register tokens
+        included; rows sum to 1."""
+        return self.map(layer)
+
+    def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
+        """A block's map [B, H, Q, T] float32, from patches to patches; rows sum to 1."""
+        raise NotImplementedError
+
+
 @dataclass(eq=False)
-class StoredGaussians:
-    """Gaussians [B, L, H, T, 4] of a batch on a ``grid`` (h, w), read from a store."""
+class StoredGaussians(StoredAttention):
+    """Gaussians [B, L, H, T, 4], read from a store."""
 
     gaussians: Tensor
     grid: Grid
 
-    def rows(self, layer: int) -> Tensor:
-        """A block's whole map [B, H, T, T] float32 as it is stored; rows sum to 1."""
-        return self.map(layer)
-
-    def axes(self, layer: int, seen: Seen = AS_STORED) -> tuple[Tensor, Tensor]:
-        """The two factors ([B, H, Q, h], [B, H, Q, w]) of a block's :meth:`map`."""
-        gaussians = select_heads(self.gaussians[:, layer].float(), seen.heads)
-        moved = move(gaussians, seen.geometry, self.grid, seen.grid)
-        moved = select_queries(moved, seen.queries)
-        return expected_axes(moved, seen.grid or self.grid)
-
     def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
-        """A block's map [B, H, Q, T] float32; rows sum to 1."""
-        return outer(*self.axes(layer, seen))
+        # The map moves with the image, not its Gaussians: one that looks beyond the image counts
+        # for the image's border, and would count for that of a view, which may be padding.
+        gaussians = select_heads(self.gaussians[:, layer].float(), seen.heads)
+        if not seen.moves:
+            return expected_map(select_queries(gaussians, seen.queries), self.grid)
+        return seen.of(expected_map(gaussians, self.grid), self.grid)
 
 
-class StoredRows:
-    """Maps of a batch on a ``grid`` (h, w), read from a store. ``rows`` gives the map [B, H, P + T,
-    P + T] float32 of a block, or of it the rows of some tokens int64 [Q]; P class and register
-    tokens come first."""
+class StoredRows(StoredAttention):
+    """Maps, read from a store. ``rows`` gives the map [B, H, P + T, P + T] float32 of a block, or
+    of it the rows of some tokens int64 [Q]; P class and register tokens come first."""
 
     def __init__(
         self, rows: Callable[[int, Tensor | None], Tensor], grid: Grid, prefix: int = 0
@@ -67,23 +83,15 @@ class StoredRows:
         self.prefix = prefix
 
     def rows(self, layer: int) -> Tensor:
-        """As :meth:`StoredGaussians.rows`, of all tokens."""
         return self._rows(layer, None)
 
     def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
-        """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
-        moves = seen.geometry is not None or seen.grid is not None
-        if seen.queries is None or moves:  # a row between tokens is made of its neighbours'
+        if seen.queries is None or seen.moves:
             rows = self.rows(layer)[..., self.prefix :, :]
         else:
             rows = self._rows(layer, seen.queries + self.prefix)
         patches, _ = between_patches(select_heads(rows, seen.heads), self.prefix)
-        if not moves:
-            return patches
-        return select_queries(move_map(patches, seen.geometry, self.grid, seen.grid), seen.queries)
-
-
-StoredAttention = StoredGaussians | StoredRows
+        return seen.of(patches, self.grid) if seen.moves else patches
 
 
 def select_heads(values: Tensor, heads: Sequence[int] | None) -> Tensor:

@@ -44,20 +44,17 @@ def top_k(maps: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return keys, weights.to(maps.dtype)
 
 
-def from_top_k(keys: Tensor, weights: Tensor, tokens: int, least: float = 0.0) -> Tensor:
+def from_top_k(keys: Tensor, weights: Tensor, tokens: int) -> Tensor:
     """Rows [..., T] of a map from some of their keys [..., k] and the weights [..., k] of these:
     float32, summing to 1.
 
-    What the weights leave of 1 is spread evenly over the other keys. No key gets less than
-    ``least``, the largest number that the rounding of the weights made 0: rounding may leave
-    nothing of 1, and a key that gets exactly 0 is infinitely far from a student's in
-    KL(student || teacher). Rows that sum to more than 1 then are divided by their sum, and so are
-    those of all T keys.
+    What the weights leave of 1 is spread evenly over the other keys. Rows whose rounded weights sum
+    to more than 1 are divided by their sum, and so are those of all T keys.
     """
-    weights = weights.float().clamp_min(least)
+    weights = weights.float()
     others = tokens - keys.shape[-1]
     total = weights.sum(-1, keepdim=True)
-    rest = ((1 - total) / max(others, 1)).clamp_min(least)  # of each other key
+    rest = ((1 - total) / max(others, 1)).clamp_min(0)  # of each other key
     total = total + others * rest
     rest = (rest / total).expand(*total.shape[:-1], tokens)
     return rest.scatter(-1, keys.long(), weights / total)

@@ -72,9 +72,10 @@ class PhaseBSettings(TrainChanges):
     """How L_feat compares two maps. ``teacher_student`` is KL(teacher || student), which makes the
     student attend wherever the teacher does. ``student_teacher`` is KL(student || teacher), which
     *GauTransformer, eq. 9* is if its maps are scores; all of a query's attention on keys that the
-    teacher gives nothing costs 87 nats (the log of float32's smallest number), divided by
-    ``temperature``. ``printed`` is eq. 9 literally, with a second softmax of maps that are
-    softmaxed already: it has hardly any gradient, and its minimum is not at the teacher's map."""
+    teacher gives nothing costs 17 nats, divided by ``temperature``, because a store in float16
+    cannot tell less than 2^-25 from nothing. ``printed`` is eq. 9 literally, with a second softmax
+    of maps that are softmaxed already: it has hardly any gradient, and its minimum is not at the
+    teacher's map."""
 
     def gamma_ends(self, epochs: int) -> int:
         """``gamma_epochs``, or what null means for a student of so many ``epochs``."""

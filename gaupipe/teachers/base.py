@@ -251,7 +251,7 @@ class Teacher:
 
     def constant_maps(self, student: VisionTransformer) -> Any:
         """The maps that all images share, for a ``student``: a
-        :class:`~gaupipe.maps.stored.StoredGaussians` with a :class:`MapShape`; None for a teacher
+        :class:`~gaupipe.maps.stored.StoredAttention` with a :class:`MapShape`; None for a teacher
         whose maps are stored."""
         return None
 

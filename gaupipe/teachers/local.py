@@ -12,13 +12,13 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from gaupipe.maps.gaussians import local_axes
-from gaupipe.maps.stored import AS_STORED, Seen, StoredGaussians, select_heads, select_queries
+from gaupipe.maps.gaussians import local_axes, outer
+from gaupipe.maps.stored import AS_STORED, Seen, StoredAttention, select_heads, select_queries
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import MapShape, Teacher
 
 
-class LocalMaps(StoredGaussians):
+class LocalMaps(StoredAttention):
     """The attention of every image alike, as :class:`~gaupipe.distillation.losses.TeacherMaps`
     reads it: B is 1, and neither a view nor another block changes it."""
 
@@ -41,10 +41,10 @@ class LocalMaps(StoredGaussians):
         self.factors = along_y.to(device), along_x.to(device)
         return self
 
-    def axes(self, layer: int, seen: Seen = AS_STORED) -> tuple[Tensor, Tensor]:
-        """The two factors ([1, H, Q, h], [1, H, Q, w]) of a block's map."""
-        along_y, along_x = (select_queries(one, seen.queries) for one in self.factors)
-        return select_heads(along_y, seen.heads), select_heads(along_x, seen.heads)
+    def map(self, layer: int, seen: Seen = AS_STORED) -> Tensor:
+        """A block's map [1, H, Q, T]."""
+        factors = (select_heads(axis, seen.heads) for axis in self.factors)
+        return outer(*(select_queries(axis, seen.queries) for axis in factors))
 
 
 @dataclass
