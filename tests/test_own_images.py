@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shlex
 import shutil
 
@@ -162,6 +163,19 @@ def test_maps_are_those_of_views_that_shifts_move(given, views):
     settings = proposed(["phase_a.teacher=vit", *given])
     assert settings.export.views == views
     assert views != 10 or settings.phase_b.gamma_epochs == 10
+
+
+@pytest.mark.parametrize(
+    "given,line",
+    [
+        ([], "gamma_schedule=constant  .*maps .* in all epochs"),
+        (["phase_b.gamma_epochs=3"], "gamma_schedule=stop_after  .*you set gamma_epochs"),
+        (["phase_b.gamma_epochs=3", "phase_b.gamma_schedule=linear"], "=linear  .*you set it"),
+    ],
+)
+def test_the_papers_maps_teach_in_all_epochs_unless_some_are_given(given, line):
+    lines = "\n".join(chosen(["phase_a.teacher=gaussian", *given]).lines())
+    assert re.search(f"phase_b.*{line}", re.sub("  +", "  ", lines)), lines
 
 
 def test_a_trained_teacher_leaves_the_student_all_epochs():

@@ -33,7 +33,8 @@ class PhaseBSettings(TrainChanges):
     gamma off after ``gamma_epochs``; ``constant`` never changes gamma, as in the GauTransformer
     paper."""
     gamma_epochs: Positive | None = None
-    """Epochs until gamma is 0; null means a third of the student's epochs."""
+    """Epochs until gamma is 0; null means a third of the student's epochs. A ``constant`` gamma
+    does not read it."""
     queries: Positive | None = 16
     """The number of queries of an image whose maps L_feat compares in a step, drawn anew in each
     step; null compares all. The mean over the draws is L_feat over all queries, and 16 make a step

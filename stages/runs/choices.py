@@ -316,7 +316,10 @@ def _choose_the_papers(choices: Choices, tokens: int) -> None:
         choices.choose("phase_a.compression.embedding", embedding, "numbers of this vector")
         choices.choose("phase_a.compression.hidden", hidden, "the width of the decoder")
         choices.take(presets.PAPERS_ROWS)
-    choices.take(presets.PAPERS_LOSSES)
+    losses = dict(presets.PAPERS_LOSSES)
+    if choices.given("phase_b.gamma_epochs"):  # which a constant gamma would not read
+        losses["phase_b.gamma_schedule"] = ("stop_after", "because you set gamma_epochs")
+    choices.take(losses)
 
 
 def _choose_maps(choices: Choices, teacher: str, student_epochs: int) -> None:

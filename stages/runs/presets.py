@@ -120,6 +120,6 @@ PAPERS_LOSSES: Preset = {
     "phase_b.alpha": (0.2, "the weight of the teacher's predictions"),
     "phase_b.beta": (0.1, "the weight of the labels"),
     "phase_b.gamma": (0.7, "the weight of the teacher's attention maps"),
-    "phase_b.gamma_schedule": ("constant", ""),
+    "phase_b.gamma_schedule": ("constant", "these maps are compared in all epochs"),
     "phase_b.divergence": ("student_teacher", ""),
 }
