@@ -569,7 +569,9 @@ def test_the_differences_of_a_tiny_comparison(compared):
     assert set(over_controls) == {"maps of other images", "prior alone"}
     expected = difference(list(np.subtract(final["distilled"], final["maps of other images"])))
     assert over_controls["maps of other images"]["mean"] == pytest.approx(expected.mean)
-    assert "minus that of its controls" in (compared[0] / "report-mine.md").read_text()
+    tables = (compared[0] / "report-mine.md").read_text()
+    assert "minus that of its controls" in tables
+    assert "a row dearer than all of these is compared with the best of them" in tables
     highest = np.maximum(final[BASELINE], final["plain longer"])  # the student is dearer than both
     above = np.subtract(final["distilled"], highest).mean()
     assert rows["distilled"]["above_front"]["mean"] == pytest.approx(above)

@@ -271,7 +271,7 @@ def differences(
 def front(trainings: Sequence[tuple[float, float]], cost: float) -> float | None:
     """The best accuracy that trainings of these (cost, accuracy) reach for ``cost``: the highest so
     far, and between two costs on the line between them, over the logarithm of cost. None below the
-    lowest cost."""
+    lowest cost; above the highest, the highest of all."""
     cheapest_first = sorted(trainings, key=lambda point: (point[0], -point[1]))
     costs, accuracies = zip(*cheapest_first, strict=True)
     if cost < costs[0]:

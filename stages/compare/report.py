@@ -70,8 +70,9 @@ class RowResult:
     """Test accuracy minus that of the reference, by seeds and test images; None for the reference
     and without ``--test``."""
     above_front: Verdict | None = None
-    """Final accuracy minus what plain ViTs of standard attention reach for as many multiply-adds;
-    None for one of these, and where the row is cheaper than all of them."""
+    """Final accuracy minus what plain ViTs of standard attention reach for as many multiply-adds,
+    or where the row is dearer than all of them the best of them; None for one of these, and where
+    the row is cheaper than all of them."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def tables(results: Comparison) -> Iterator[str]:
         ["10^12 m-adds", "core s", "accuracy", "above", "95 % interval"],
         map(_over_cost, cheapest_first),
         "m-adds: multiply-adds of the training, phase A and export counted; above: points above "
-        "what plain ViTs of standard attention reach for as many",
+        "what plain ViTs of standard attention reach for as many; a row dearer than all of these "
+        "is compared with the best of them, although more training might have made it better",
     )
     if seeds > 1:
         yield from _differences(
