@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import store
+from arguments import sets
 from damage import contents, differing, flip, times
 from exports import SHARD_MB, exported, train, write_store
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.export import lost
 from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.store_choice import choose_store
-from gaupipe.settings.load import load
+from gaupipe.settings.load import dump, load
 from gaupipe.teachers.base import outline
 from killing import KILLED, InWrite, exit_code
 from stages.export.writing import loss_line
@@ -117,6 +118,21 @@ def test_an_export_says_its_size_first_and_its_speed_last(run, in_process):
     assert code == 0 and Path(out.strip()) == run / "maps.zarr"
     assert "200 images as gaussian, float16, at most 108.0 kB (540 bytes each)" in first
     assert "images/s" in last
+
+
+def test_an_export_takes_what_may_change_at_any_time(run, tmp_path, in_process):
+    """As after phase A on another machine, with more GPUs."""
+    config = run / "config.yaml"
+    config.write_text(dump(load(config, ["device=cuda:77"])))
+    export = ["export-maps", "--run-dir", run, "--out", tmp_path / "new.zarr"]
+    code, _, err = in_process(*export, *sets("threads=1"))
+    assert code == 2 and "cuda:77" in err
+    code, _, err = in_process(*export, *sets("device=cpu", "seed=1"))
+    assert code == 2 and "--set seed: belongs to the run" in err
+    code, _, err = in_process(*export, *sets("device=cpu", "threads=1"))
+    assert code == 0, err
+    maps, new = (store.open(path) for path in (run / "maps.zarr", tmp_path / "new.zarr"))
+    assert maps.schema.teacher_sha256 == new.schema.teacher_sha256
 
 
 def test_what_is_stored_is_the_teachers(trained):

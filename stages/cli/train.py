@@ -160,8 +160,8 @@ def export_maps(
     overrides: Annotated[
         list[str] | None,
         option(
-            "--set PHASE_A.TEACHER_ARGS=Y",
-            "Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
+            "--set A.B=C",
+            "Such as threads=1, or phase_a.teacher_args={num_classes: 0} for --teacher.",
         ),
     ] = None,
     model: AnyModel = None,

@@ -13,9 +13,10 @@ import store
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.export import Exported, is_complete, make_schema, stored_export
 from gaupipe.distillation.kinds import MAP_KINDS
-from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings import ExportSettings, Settings, scope
 from gaupipe.settings.augment import AugmentSettings
-from gaupipe.settings.load import Overrides, read_overrides, with_anytime, with_overrides
+from gaupipe.settings.load import Overrides, parse, read_overrides, with_anytime, with_overrides
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
@@ -46,7 +47,8 @@ class ExportRequest:
     teacher: str | None = None
     """A trained ViT, named as ``phase_a.teacher`` is; None is the run's own teacher."""
     overrides: Overrides = ()
-    """``phase_a.teacher_args...=value``, of ``teacher``."""
+    """``phase_a.teacher_args...=value``, of ``teacher``, and settings that may change at any
+    time."""
     download: bool = False
     """Fetch the published weights of the teacher."""
     augment: AugmentSettings | None = None
@@ -67,16 +69,19 @@ class ExportRequest:
                 "teacher: name another store with --out, which 'gaupipe phase-b --maps' then reads"
             )
         for name in read_overrides(self.overrides):
-            if self.teacher is None or not f"{name}.".startswith("phase_a.teacher_args."):
+            of_teacher = self.teacher and f"{name}.".startswith("phase_a.teacher_args.")
+            if not of_teacher and scope(name) is not Scope.ANYTIME:
                 raise UserError(
-                    f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to "
-                    "the run; it is for another --teacher"
+                    f"--set {name}: belongs to the run: 'export-maps' takes what may change at any "
+                    "time, such as threads, and with another --teacher phase_a.teacher_args"
                 )
         self.place.check()
 
     def load(self) -> Teacher:
         """The finished teacher of the run, or the other one, on the run's data."""
-        settings = self.settings
+        changes = read_overrides(self.overrides)
+        now = {name: changes[name] for name in changes if scope(name) is Scope.ANYTIME}
+        settings = parse(with_overrides(self.settings.model_dump(mode="json"), now), "--set")
         if self.download:
             settings = settings.model_copy(update={"download": True})
         images = self.data or self.run.load_data(settings, unlabelled=True)
@@ -84,7 +89,7 @@ class ExportRequest:
         if self.teacher is None:
             teacher = load_teacher(self.run, images, settings=settings)
         else:
-            tree = with_overrides({"phase_a": {"teacher_args": {}}}, self.overrides)
+            tree = with_overrides({"phase_a": {"teacher_args": {}}}, changes)
             args = tree["phase_a"]["teacher_args"]
             teacher = other_teacher(settings, images, self.teacher, args, self.download)
         if self.augment is not None:
