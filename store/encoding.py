@@ -91,7 +91,7 @@ class Gaussians(Numbers):
 
 
 class Weights(Numbers):
-    """Attention, from 0 to 1. Without ``checked`` the range of float16 numbers is not looked at.
+    """Attention, from 0 to 1.
 
     A code's error of a weight w is at most (2 sqrt(w) + d) d + max(2^-11 w, 2^-25): d = 1/508 is
     half a step of the codes, and the second part is the rounding to float16, as which a reader
@@ -99,16 +99,13 @@ class Weights(Numbers):
 
     codes = {"sqrt_step": SQRT_STEP}
 
-    def __init__(self, checked: bool = True) -> None:
-        self.checked = checked
-
     def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
         if coded:
             return self._codes_of(np.asarray(values))
         half = to_half(values)
         bits = half.view(np.uint16)
         most = np.float16(LARGEST_WEIGHT).view(np.uint16)
-        if self.checked and bits.max(initial=0) > most:  # negative ones are above positive ones
+        if bits.max(initial=0) > most:  # negative ones are above positive ones
             _refuse((bits > most) & (bits != _SIGN), _OUT_OF_RANGE)
         return half
 

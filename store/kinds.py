@@ -131,7 +131,7 @@ class Dense(Kind):
     has_prefix = True
 
     def arrays(self, sizes: ArraySizes) -> dict[str, ArraySpec]:
-        return {"maps": query_array(sizes, Weights(checked=False), key=sizes.tokens)}
+        return {"maps": query_array(sizes, Weights(), key=sizes.tokens)}
 
 
 class TopK(Kind):

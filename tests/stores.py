@@ -26,7 +26,7 @@ def make_arrays(schema: store.Schema, seed: int = 0) -> dict[str, np.ndarray]:
     }
     if "gaussians" in arrays:
         arrays["gaussians"][..., 2:] = np.exp(arrays["gaussians"][..., 2:])
-    if "maps" in arrays and schema.encoding == "uint8":
+    if "maps" in arrays:
         arrays["maps"] = random_maps(rng, arrays["maps"].shape)
     if "keys" in arrays:
         maps = random_maps(rng, (*arrays["keys"].shape[:-1], schema.tokens))

@@ -120,6 +120,8 @@ REFUSED = [
     (TOPK | CODES, "weights", [1.01, 0, 0], "weights has weights out of range"),
     (TOPK | CODES, "weights", [0.5, -1e-3, 0], "weights has weights out of range"),
     (TOPK | CODES, "weights", [-np.inf, 0, 0], "weights has weights out of range"),
+    (dict(kind="dense"), "maps", [-1.8] * 6, "maps has weights out of range"),
+    (dict(kind="dense"), "maps", [7] * 6, "maps has weights out of range"),
     (dict(kind="dense") | CODES, "maps", [0, 0, 2, 0, 0, 0], "maps has weights out of range"),
     (dict(kind="dense") | CODES, "maps", [np.nan] * 6, "maps has NaN"),
 ]
@@ -280,7 +282,7 @@ def test_keys_are_decoded_with_numpy_alone(tmp_path, example, encoding, k):
 @pytest.mark.parametrize("encoding", ["float16", "uint8"])
 def test_whole_maps_are_decoded_with_numpy_alone(tmp_path, example, encoding):
     schema = make_schema(kind="dense", encoding=encoding)
-    arrays = make_arrays(make_schema(kind="dense", encoding="uint8"))
+    arrays = make_arrays(schema)
     write_store(tmp_path / "s", schema, arrays)
     group = zarr.open_group(tmp_path / "s", mode="r")
     read = example("read_store")[0].read_map(group, 4)

@@ -29,7 +29,7 @@ from stages.look import inspect
 from stages.look.image_maps import StoredMaps, images_of
 from stages.run import run_all
 from stages.view.serve import model_viewer, open_viewer
-from stores import make_arrays, make_schema, random_maps, write_store
+from stores import make_arrays, make_schema, write_store
 from viewing import Page, serving
 from vits import randomised
 
@@ -48,8 +48,6 @@ def write_kind(folder: Path, name: str) -> str:
     """A store of a kind with extreme numbers; its dataset is not there."""
     schema = make_schema(grid=(4, 5), num_images=9, **KINDS[name])
     arrays, draw = make_arrays(schema, 1), torch.Generator().manual_seed(0)
-    if name == "dense":
-        arrays["maps"] = random_maps(np.random.default_rng(0), arrays["maps"].shape)
     if name == "gaussian":
         extreme = [[0, 0, 0, 0], [-1, 1, 1e-4, 65504], [30, -30, 2, 0.01]]
         extreme += [[0.5, -0.5, 65504, 65504], [1.2, 0.1, 1e-3, 0.3], [-0.25, 0.6, 5e-2, 12]]
