@@ -203,7 +203,7 @@ class Run:
     def student(self, name: str | None = None, plain: bool = False) -> VisionTransformer:
         """A student in eval mode; None is the one trained last, ``plain`` the one of this name that
         was trained without a teacher. Raises UserError where it is not there or damaged."""
-        return load_student(self.directory.path, name, False if plain else None).model
+        return load_student(self.directory.path, name, plain).model
 
     def metrics(self, name: str, plain: bool = False) -> list[EpochMetrics]:
         """The metrics of each epoch of a student, or of the teacher for ``phase_a``. Raises

@@ -56,23 +56,6 @@ def run_request(request: StudentRequest, data: ImageData | None = None) -> list[
     return train_in_folder(request, job)
 
 
-def train_student(
-    settings: Settings,
-    folder: Path,
-    *,
-    teacher_run: RunDirectory | None,
-    maps_url: str | None = None,
-) -> list[EpochMetrics]:
-    """Trains a student into a ``folder`` outside of a run, or goes on with one, and returns its
-    metrics.
-
-    teacher_run  the run whose phase A it learns from; None for the baseline
-    maps_url     the teacher's store; None is the run's own, which must then be of that teacher, or
-                 its maps, where it needs no store
-    """
-    return run_request(StudentRequest(settings, folder, teacher_run=teacher_run, maps_url=maps_url))
-
-
 def build_training(
     settings: Settings,
     data: ImageData,

@@ -17,7 +17,7 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings.load import with_anytime
 from gaupipe.system import distributed
-from gaupipe.system.progress import EpochMetrics, processor_seconds, total_seconds
+from gaupipe.system.progress import EpochMetrics, processor_seconds
 from gaupipe.training.scores import percent
 from gaupipe.training.settle import settle
 from gaupipe.training.student import outline_student
@@ -33,11 +33,9 @@ class Line:
 
     model: str
     epochs: int
-    train_acc: float | None
-    """Accuracies are None for a teacher that predicts nothing."""
     val_acc: float | None
+    """None for a teacher that predicts nothing."""
     val_images: int
-    seconds: float
     core_seconds: float = field(compare=False)
     """Of the processor, those of the teacher's export counted."""
     parameters: int | None = None
@@ -102,9 +100,8 @@ def line_of_teacher(metrics: list[EpochMetrics], val_images: int, exported: floa
     model = "teacher (phase A)"
     if last["epoch"] == 0 and last["train_acc"] is None and last["val_acc"] is not None:
         model = "teacher, linear head"
-    accuracies = last["train_acc"], last["val_acc"], val_images
     spent = processor_seconds(metrics) + exported
-    return Line(model, last["epoch"], *accuracies, total_seconds(metrics), spent)
+    return Line(model, last["epoch"], last["val_acc"], val_images, spent)
 
 
 def with_sizes(
@@ -115,7 +112,7 @@ def with_sizes(
     teacher = load_teacher(run, data, settings=with_anytime(run.settings(), settings))
     models = [teacher.timed()]
     for distilled in (True, False)[: len(lines) - 1]:
-        student = load_student(run.path, settings.model.attention, distilled)
+        student = load_student(run.path, settings.model.attention, plain=not distilled)
         models += [(student.model, data.image_size)]
     sized = []
     for line, (model, size) in zip(lines, models, strict=True):
@@ -143,41 +140,36 @@ def speed_of(model: nn.Module, images: Tensor) -> float:
 
 
 def line(model: str, metrics: list[EpochMetrics], folder: Path, val_images: int) -> Line:
-    """A student's line of the table: the accuracies are those of the epoch that was kept."""
+    """A student's line of the table: the accuracy is that of the epoch that was kept."""
     epoch = kept_epochs.entry(folder)["epoch"]
     if epoch != len(metrics):
         model += f" (epoch {epoch})"
-    kept = metrics[epoch - 1]
-    accuracies = kept["train_acc"], kept["val_acc"], val_images
-    spent = processor_seconds(metrics)
-    return Line(model, len(metrics), *accuracies, total_seconds(metrics), spent)
+    accuracy = metrics[epoch - 1]["val_acc"]
+    return Line(model, len(metrics), accuracy, val_images, processor_seconds(metrics))
 
 
 def table(lines: Sequence[Line], title: str) -> Table:
     """The summary of :func:`run_all` for the terminal."""
-    interval = f"validation acc. with its 95 % interval of {lines[0].val_images:,} images"
+    caption = (
+        f"validation acc. with its 95 % interval of {lines[0].val_images:,} images\n"
+        "core s: of the processor, with an export that ran now"
+    )
     # one space between columns, for a table with sizes to fit a terminal of 80 columns
-    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=title, caption=interval)
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=title, caption=caption)
     shown.title_justify = shown.caption_justify = "left"
     sized = lines[0].parameters is not None
-    columns = ["", "epochs", "train acc.", "validation acc.", "seconds"]
-    if sized:  # no column for the training images, on which a linear head is not scored
-        columns = ["", "epochs", "validation acc.", "core s", "parameters", "images/s"]
-        explained = "core s: of the processor, with an export that ran now; images/s: predictions"
-        shown.caption = f"{interval}\n{explained}"
+    columns = ["", "epochs", "validation acc.", "core s"]
+    if sized:
+        columns += ["parameters", "images/s"]
+        shown.caption = f"{caption}; images/s: predictions"
     for column in columns:
         # a narrow terminal breaks names, never numbers
         shown.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
     for line in lines:
-        cells = [line.model, str(line.epochs)]
-        if not sized:
-            cells.append("-" if line.train_acc is None else f"{100 * line.train_acc:.1f} %")
-        cells.append("-" if line.val_acc is None else percent(line.val_acc, line.val_images))
+        accuracy = "-" if line.val_acc is None else percent(line.val_acc, line.val_images)
+        digits = 1 if line.core_seconds < 10 else 0
+        cells = [line.model, str(line.epochs), accuracy, f"{line.core_seconds:,.{digits}f}"]
         if sized:
-            digits = 1 if line.core_seconds < 10 else 0
-            cells.append(f"{line.core_seconds:,.{digits}f}")
             cells += [f"{line.parameters:,}", f"{line.images_per_s:,.0f}"]
-        else:
-            cells.append(f"{line.seconds:.1f}")
         shown.add_row(*cells)
     return shown

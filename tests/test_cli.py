@@ -82,7 +82,7 @@ def test_a_new_process_predicts_and_timm_loads_the_student_without_gaupipe(finis
     assert wrong == []
 
 
-def test_running_again_changes_nothing_and_prints_the_same_table(finished, in_process):
+def test_running_again_changes_nothing_and_prints_the_same_accuracies(finished, in_process):
     folder, first, _ = finished
 
     def times():
@@ -90,7 +90,11 @@ def test_running_again_changes_nothing_and_prints_the_same_table(finished, in_pr
 
     before = times()
     code, out, _ = in_process("run", "--run-dir", "run", *sets(*TINY), cwd=folder)
-    assert code == 0 and out == first and times() == before
+    assert code == 0 and times() == before
+    again, accuracies = (
+        re.sub(r" +[\d.,]+ *$", "", text, flags=re.MULTILINE) for text in (out, first)
+    )
+    assert again == accuracies  # the core seconds are fewer without an export
 
 
 def test_inspect(finished, in_process):

@@ -55,6 +55,7 @@ from stages.compare.run import check_folder, plan, reader
 from stages.compare.trainings import FinishedTraining, as_teacher, digest
 from stages.runs.directory import RunDirectory
 from stages.runs.locks import locked
+from stages.runs.students import StudentRequest
 
 TINY = [*tiny(100, 50, 2, depth=1), "phase_a.max_epochs=1"]
 
@@ -680,7 +681,7 @@ def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_proces
     """What is no setting of a teacher does not keep a comparison from its students, and one that
     has nothing but a slice of its weights does not pay for the export of its maps."""
     vit = load("digits_expected", [*TINY, "model.attention=standard"])
-    phase_b.train_student(vit, tmp_path / "vit", teacher_run=None)
+    phase_b.run_request(StudentRequest(vit, tmp_path / "vit"))
     folder = tmp_path / "c"
     changes = [
         f"phase_a.teacher=local-dir:{tmp_path / 'vit' / 'student'}",
@@ -707,7 +708,7 @@ def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_proces
 
 def test_a_probe_is_paid_by_those_who_learn_its_predictions(in_process, tmp_path):
     vit = load("digits_expected", [*TINY, "model.attention=standard"])
-    phase_b.train_student(vit, tmp_path / "vit", teacher_run=None)
+    phase_b.run_request(StudentRequest(vit, tmp_path / "vit"))
     folder = tmp_path / "c"
     teacher = f"phase_a.teacher=local-dir:{tmp_path / 'vit' / 'student'}"
     changes = [teacher, "phase_a.teacher_args={num_classes: 0}", "phase_b.alpha=0.5"]
@@ -733,7 +734,7 @@ def test_a_file_that_was_changed_makes_other_trainings(tmp_path, monkeypatch):
     """Weights in a folder, and a user's own attention: a finished training is not taken for one
     with a file of the same name."""
     vit = load("digits_expected", [*TINY, "model.attention=standard"])
-    phase_b.train_student(vit, tmp_path / "vit", teacher_run=None)
+    phase_b.run_request(StudentRequest(vit, tmp_path / "vit"))
     folder = tmp_path / "vit" / "student"
     base = load(
         "digits_expected",
@@ -759,7 +760,7 @@ def test_a_file_that_was_changed_makes_other_trainings(tmp_path, monkeypatch):
     after, _ = folders()
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, True, False]
     other = vit.model_copy(update={"seed": 1})
-    phase_b.train_student(other, tmp_path / "other", teacher_run=None)
+    phase_b.run_request(StudentRequest(other, tmp_path / "other"))
     shutil.copytree(tmp_path / "other" / "student", folder, dirs_exist_ok=True)
     last, other_teacher = folders()
     assert [old == new for old, new in zip(after, last, strict=True)] == [True, False, False]

@@ -83,7 +83,7 @@ def test_classes_mistakes_and_files_are_those_of_the_predictions(photos, tmp_pat
     look, _, image = err.rpartition(" --image ")
     assert look.endswith(f"view --run-dir {photos / 'run'} --student standard --split val")
     plain = in_process("evaluate", "--run-dir", photos / "run", "--plain")[2]
-    assert plain.endswith(f"{look.splitlines()[-1]} --image {image}")
+    assert f"next: gaupipe view --model {photos / 'run/plain/standard'} --images " in plain
     code, out, err = in_process(*arguments, "--out", "p.csv", "--json", cwd=tmp_path)
     assert code == 0, err
     scores = json.loads(out)

@@ -21,6 +21,7 @@ from stages import run as whole_run
 from stages.cli.hints import say_other_epoch
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
+from stages.runs.students import StudentRequest
 
 TINY = [
     "data.train_images=60",
@@ -54,9 +55,8 @@ def seen(monkeypatch):
 
 
 def train(folder: Path, *changes: str) -> list[dict]:
-    return phase_b.train_student(
-        load("digits_expected", [*TINY, *changes]), folder, teacher_run=None
-    )
+    settings = load("digits_expected", [*TINY, *changes])
+    return phase_b.run_request(StudentRequest(settings, folder))
 
 
 def epoch_of(folder: Path, seen: dict) -> int:
@@ -133,7 +133,7 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     shown = f"60.0 % ({100 * low:.1f} to {100 * high:.1f} %), the 95 % interval of 360 images"
     kept = "standard/student is of epoch 6, the best (train.keep=best): val "
     assert code == 0 and f"{kept}{shown}; " in err and "to keep epoch" not in err
-    assert evaluate.run(run.path, "standard", distilled=False)["epoch"] == 6
+    assert evaluate.run(run.path, "standard", plain=True)["epoch"] == 6
     folder = run.student("standard", distilled=False)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     line = whole_run.line("standard, plain", metrics, folder, 360)

@@ -37,6 +37,7 @@ from stages.cli import train as command_line
 from stages.publish import export_student
 from stages.runs import opening, students
 from stages.runs.directory import RunDirectory
+from stages.runs.students import StudentRequest
 from stores import make_schema
 from vits import small
 
@@ -96,8 +97,8 @@ def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
     for on in ("false", "true"):
         changes = [f"grad_checkpointing={on}", "train.epochs=1", "phase_b.gamma=1"]
         settings = load(run_dir / "config.yaml", changes)
-        teacher = RunDirectory(run_dir)
-        [row] = phase_b.train_student(settings, tmp_path / on, teacher_run=teacher)
+        request = StudentRequest(settings, tmp_path / on, teacher_run=RunDirectory(run_dir))
+        [row] = phase_b.run_request(request)
         losses.append((row["train_loss"], row["val_loss"]))
     assert losses[0] == losses[1]
 
@@ -123,7 +124,9 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     monkeypatch.setattr(Mlp, "forward", noted)
     monkeypatch.setattr(training_job, "drop_patches", begun)
     teacher = RunDirectory(run_dir) if distilled else None
-    phase_b.train_student(settings, tmp_path / "run/plain/standard", teacher_run=teacher)
+    phase_b.run_request(
+        StudentRequest(settings, tmp_path / "run/plain/standard", teacher_run=teacher)
+    )
     assert trained == [{16} if distilled else {4}, {4}, {16}, {16}, {16}] and scored == {16}
 
 
@@ -350,7 +353,9 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     settings = settings.with_section("model", attention=key)
     data = load_data(settings.data)
     check_student(outline(settings, data))
-    rows = phase_b.train_student(settings, tmp_path / key, teacher_run=RunDirectory(run_dir))
+    rows = phase_b.run_request(
+        StudentRequest(settings, tmp_path / key, teacher_run=RunDirectory(run_dir))
+    )
     assert rows[-1]["val_acc"] > 0.4  # chance is 0.1
     assert 0 < rows[-1]["loss_feat"] < rows[0]["loss_feat"]
     student = timm.create_model(f"local-dir:{tmp_path / key / 'student'}", pretrained=True).eval()

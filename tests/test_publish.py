@@ -26,6 +26,7 @@ from stages import evaluate, phase_b, predict
 from stages.publish.export_student import to_onnx
 from stages.publish.folder import without_folders
 from stages.runs.directory import RunDirectory
+from stages.runs.students import StudentRequest
 
 
 def publish(run: Path, in_process, *arguments) -> tuple[int, str, str]:
@@ -95,7 +96,7 @@ def test_card_and_settings_name_what_the_student_learned_from(
     run, tmp_path, in_process, monkeypatch
 ):
     """Not its run's own teacher and store; and the published commands train such a student."""
-    phase_b.train_student(RunDirectory(run).settings(), tmp_path / "vit", teacher_run=None)
+    phase_b.run_request(StudentRequest(RunDirectory(run).settings(), tmp_path / "vit"))
     monkeypatch.setattr("gaupipe.teachers.model.NEAR_CHANCE", -1)  # it was hardly trained
     maps, teacher = str(tmp_path / "dense.zarr"), f"local-dir:{tmp_path / 'vit' / 'student'}"
     write_store(run, {"kind": "dense"}, out=maps, teacher=teacher)
@@ -117,7 +118,7 @@ def test_card_and_settings_name_what_the_student_learned_from(
 
 def test_the_card_names_the_weights_that_a_student_began_with(run, tmp_path, in_process):
     settings = RunDirectory(run).settings()
-    phase_b.train_student(settings, tmp_path / "vit", teacher_run=None)
+    phase_b.run_request(StudentRequest(settings, tmp_path / "vit"))
     weights = f"local-dir:{tmp_path / 'vit' / 'student'}"
     fine = tmp_path / "fine"
     train = ("train", "digits", "--model", weights, "--run-dir", fine, "--epochs", "1")

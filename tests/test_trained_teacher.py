@@ -117,20 +117,20 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     rows = run_all(settings.with_section("train", **optim), tmp_path / "run")
     models = ["teacher (phase A)", "standard, distilled", "standard, plain"]
     assert [row.model for row in rows] == models
-    for name in ("epochs", "train_acc", "val_acc"):
-        assert getattr(rows[0], name) == getattr(rows[2], name), name
+    assert (rows[0].epochs, rows[0].val_acc) == (rows[2].epochs, rows[2].val_acc)
     assert rows[1].val_acc != rows[2].val_acc
     assert rows[0].parameters == rows[1].parameters and all(row.images_per_s for row in rows)
     trained = [tmp_path / "run" / place for place in ("phase_a", "plain/standard")]
-    teacher, plain = (processor_seconds(read_metrics(at / "metrics.jsonl")) for at in trained)
-    assert rows[0].core_seconds > teacher and rows[2].core_seconds == plain  # the export counts
+    teacher, plain = (read_metrics(at / "metrics.jsonl") for at in trained)
+    assert [each["train_acc"] for each in teacher] == [each["train_acc"] for each in plain]
+    assert rows[0].core_seconds > processor_seconds(teacher)  # the export counts
+    assert rows[2].core_seconds == processor_seconds(plain)
 
 
 def test_the_table_with_sizes_explains_its_columns():
     costs = {"parameters": 1200, "images_per_s": 3000.4}
-    accuracies = {"train_acc": None, "val_acc": 0.5, "val_images": 10}
     lines = [
-        Line("student", 2, **accuracies, seconds=9, core_seconds=seconds, **costs)
+        Line("student", 2, val_acc=0.5, val_images=10, core_seconds=seconds, **costs)
         for seconds in (0.46, 9.04, 12.3)
     ]
     shown = table(lines, "")
@@ -259,7 +259,7 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
     with pytest.raises(UserError, match="encoding of the store float16, now it is uint8"):
         phase_b.run(run, "standard", name="x", maps_url="dense.zarr", resume=True)
     shutil.rmtree(other)
-    assert evaluate.open_maps(*there).schema.kind == "topk"  # the run's own, of the same teacher
+    assert evaluate.open_maps(*there) is None
 
 
 def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():

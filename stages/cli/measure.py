@@ -89,27 +89,25 @@ def evaluate(
         from stages.evaluate.by_class import summary, tables
 
     split = "test" if test else "val"
-    distilled = False if plain else None
     options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion, "alone": alone}
-    scores = stage.run(run_dir, student, split=split, distilled=distilled, **options)
+    scores = stage.run(run_dir, student, split=split, plain=plain, **options)
     report(scores if as_json else summary(scores), as_json)
-    if not as_json:
-        print_rich(*tables(scores))
+    if as_json:
+        return
+    print_rich(*tables(scores))
+    mistakes = scores["mistakes"]
+    if data is None and not plain:  # a run's page shows of two students of a name phase B's
         look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
-        mistakes = scores["mistakes"]
-        # of two students with one name a run's page shows that of phase B
-        hidden = plain and RunDirectory(run_dir).is_distilled(scores["student"])
-        if data is not None or hidden:
-            # of all ten mistakes the command would be long, and a built-in image is no file
-            files = [each["path"] for each in mistakes[:5] if Path(each["path"]).is_file()]
-            if hidden and not files:
-                return
-            if files:
-                look = ["view", "--model", student_folder(run_dir, scores["student"], plain)]
-            for path in files:
-                look += ["--images", from_here(path)]
-        elif mistakes:  # the page opens with the most confident one
+        if mistakes:  # the page opens with the most confident one
             look += ["--split", scores["split"], "--image", mistakes[0]["image"]]
+        say_next(look)
+        return
+    # of all ten mistakes the command would be long, and a built-in image is no file
+    files = [each["path"] for each in mistakes[:5] if Path(each["path"]).is_file()]
+    if files:
+        look = ["view", "--model", student_folder(run_dir, scores["student"], plain)]
+        for path in files:
+            look += ["--images", from_here(path)]
         say_next(look)
 
 

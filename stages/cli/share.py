@@ -40,7 +40,7 @@ def export_student(
         from stages.publish import export_student as stage
 
     path, difference, use = stage.export_student(
-        run_dir, student, format=format, out=out, distilled=False if plain else None
+        run_dir, student, format=format, out=out, plain=plain
     )
     say(f"its logits agree with the student's to {difference:.1e}")
     say("to run it:", ["python", "-c", use])
@@ -67,4 +67,4 @@ def publish(
     with begins(f"publish: {student or 'the student trained last'} of {run_dir}, into {out}"):
         from stages.publish import folder as stage
 
-    print(stage.publish(run_dir, student, out=out, distilled=False if plain else None))
+    print(stage.publish(run_dir, student, out=out, plain=plain))

@@ -41,6 +41,7 @@ from stages.compare.trainings import (
     RowTraining,
     as_teacher,
 )
+from stages.runs.students import StudentRequest
 
 Job = Callable[[list[RowTraining]], str]
 """Work for some trainings; returns a line on the result, which may be empty."""
@@ -188,7 +189,8 @@ def _train(group: list[RowTraining]) -> str:
             phase_a_costs = costs.with_probe(written, settings.phase_b.alpha > 0)
 
         url = training.maps_url
-        metrics = phase_b.train_student(settings, folder, teacher_run=teacher_run, maps_url=url)
+        request = StudentRequest(settings, folder, teacher_run=teacher_run, maps_url=url)
+        metrics = phase_b.run_request(request)
         if training.test_sha256 is not None:
             test = {"test_sha256": training.test_sha256, **score_test_split(training)}
         finished = FinishedTraining(

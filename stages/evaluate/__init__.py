@@ -74,7 +74,7 @@ def run(
     *,
     split: str = "val",
     folder: Path | None = None,
-    distilled: bool | None = None,
+    plain: bool = False,
     out: Path | None = None,
     confusion: Path | None = None,
     alone: bool = False,
@@ -86,12 +86,11 @@ def run(
     on training images, and how good a teacher is that knows unseen images; ``alone`` leaves both
     out, for which the teacher does not see the images.
 
-    ``name`` and ``distilled`` are those of :func:`load_student`. The predictions of all images go
+    ``name`` and ``plain`` are those of :func:`load_student`. The predictions of all images go
     to ``out``, as ``gaupipe predict`` writes them, and a picture of the confusion matrix
     to ``confusion``. Raises UserError for other images or classes than those that the run began
     with, StoreError for the store of another teacher or data set, and for a damaged one.
     """
-
     maps: store.Store | None = None
     teacher: Teacher | str | None = None
     with distributed.rank_zero_first():
@@ -99,7 +98,7 @@ def run(
             check_file("--out", out)
         if confusion is not None:
             check_file("--confusion", confusion, ".png")
-        student = load_student(run_dir, name, distilled)
+        student = load_student(run_dir, name, plain)
         if folder is not None:
             data = folder_data(student, folder)
         else:

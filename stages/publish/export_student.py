@@ -100,7 +100,7 @@ def export_student(
     *,
     format: str = "onnx",
     out: Path | None = None,
-    distilled: bool | None = None,
+    plain: bool = False,
 ) -> tuple[Path, float, str]:
     """Writes a student in one of :data:`FORMATS`, for any number of images. Returns the file, the
     largest difference between its logits and the student's on random images, and Python that runs
@@ -109,7 +109,7 @@ def export_student(
     A file that is there is replaced, through a link too. Raises UserError, and writes nothing, for
     a place that holds anything else and for a model that differs by more than ``TOLERANCE``.
     """
-    student = load_student(run_dir, name, distilled)
+    student = load_student(run_dir, name, plain)
     model = student.model
     out = Path(out or student.folder / f"student.{format}")
     target = check_file("--out", out)

@@ -20,7 +20,7 @@ from gaupipe.training.scores import classification_metrics, predictions
 from gaupipe.vit.saving import STUDENT_FILES
 from stages.publish import model_card
 from stages.runs.directory import STUDENT_NAME
-from stages.runs.trained import TrainedStudent, check_data, load_student, stores_of
+from stages.runs.trained import TrainedStudent, check_data, load_student, store_of
 
 CARD = "README.md"
 
@@ -30,7 +30,7 @@ def publish(
     name: str | None = None,
     *,
     out: Path,
-    distilled: bool | None = None,
+    plain: bool = False,
 ) -> Path:
     """Writes a student, its settings and a model card to the folder ``out``, as a whole or not at
     all.
@@ -40,7 +40,7 @@ def publish(
     that is there, and for other images or classes than those that the run began with.
     """
     check_new_folder("--out", out)
-    student = load_student(run_dir, name, distilled)
+    student = load_student(run_dir, name, plain)
     data = student.run.load_data(student.settings, test=True)
     check_data(student, data)
     splits = {"validation": data.val, "test": data.test}
@@ -69,8 +69,8 @@ def published_settings(student: TrainedStudent) -> Settings:
     settings = student.settings
     phase = settings.phase_a
     export = settings.export
-    stores = stores_of(student) if student.distilled else []
-    for url, teacher_sha256 in stores:
+    if student.distilled:
+        url, teacher_sha256 = store_of(student)
         with contextlib.suppress(store.StoreError):  # it may be gone
             schema = store.open(url, teacher_sha256=teacher_sha256).schema
             export = stored_export(url) or export
@@ -78,7 +78,6 @@ def published_settings(student: TrainedStudent) -> Settings:
             if student.has_other_teacher and notes.teacher and notes.teacher not in TEACHERS:
                 args = notes.teacher_args or {}
                 phase = PhaseASettings(teacher=notes.teacher, teacher_args=args)
-            break
     changes = {
         "phase_a": phase,
         "export": export,

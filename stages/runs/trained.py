@@ -89,21 +89,21 @@ class TrainedStudent:
         return len(recorded_stores(self.folder)) == 2
 
 
-def load_student(
-    run_dir: Path, name: str | None = None, distilled: bool | None = None
-) -> TrainedStudent:
-    """The student of a name, or with None the one trained last.
+def load_student(run_dir: Path, name: str | None = None, plain: bool = False) -> TrainedStudent:
+    """The student of a name, or with None the one trained last; ``plain`` the one that was trained
+    without a teacher, which is otherwise taken only where phase B has none of this name.
 
-    ``distilled`` None is what :meth:`RunDirectory.is_distilled` says. Raises UserError where the
-    student is not there, damaged, no ViT, or not the one that student.json beside it describes.
+    Raises UserError where the student is not there, damaged, no ViT, or not the one that
+    student.json beside it describes.
     """
     run = RunDirectory(run_dir)
     run.settings()
-    asked = name is not None or distilled is not None
-    distilled = run.is_distilled(name) if distilled is None else distilled
+    asked = name is not None or plain
+    distilled = not plain and run.is_distilled(name)
     there = run.students(distilled)
-    plain = "" if distilled else " --no-distill"
-    command = f"'gaupipe phase-b --run-dir {run_dir}{plain}"
+    command = f"'gaupipe phase-b --run-dir {run_dir}"
+    if not distilled:
+        command += " --no-distill"
     if name is None and not there:
         raise UserError(f"{run_dir} has no student: {command}' trains one")
     if not (asked or distilled) and run.phase_a.exists():
@@ -139,25 +139,21 @@ def check_data(student: TrainedStudent, data: ImageData) -> None:
 
 
 def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
-    """The store that the student learned from; where that is gone, or the student learned from
-    none, the run's own. None where neither is there, finished, and of as many blocks and heads as
-    the student."""
-    for url, teacher_sha256 in stores_of(student):
-        with contextlib.suppress(store.UnfinishedStore, UserError):
-            maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
-            check_fit(student.model, MapShape.of_store(maps.schema), student.settings.phase_b, url)
-            check_views(maps.schema, student.settings, data.image_size, url)
-            return maps
+    """The store of :func:`store_of`. None where it is not there, finished, and of as many blocks
+    and heads as the student."""
+    url, teacher_sha256 = store_of(student)
+    with contextlib.suppress(store.UnfinishedStore, UserError):
+        maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
+        check_fit(student.model, MapShape.of_store(maps.schema), student.settings.phase_b, url)
+        check_views(maps.schema, student.settings, data.image_size, url)
+        return maps
     return None
 
 
-def stores_of(student: TrainedStudent) -> list[tuple[str, str | None]]:
-    """(url, sha256 of its teacher) of the stores that a student may have learned from, the
-    likeliest first."""
-    run = student.run
+def store_of(student: TrainedStudent) -> tuple[str, str | None]:
+    """(url, sha256 of its teacher) of the store that a student learned from; of one that learned
+    from none, the run's own."""
     recorded = recorded_stores(student.folder)
-    if not recorded:
-        return [(str(run.maps), run.teacher_digest())]
-    maps = recorded[0]
-    own = (str(run.maps), run.teacher_digest() or maps[1])
-    return [maps, own] if maps[1] == own[1] else [maps]
+    if recorded:
+        return recorded[0]  # that of the maps
+    return str(student.run.maps), student.run.teacher_digest()
