@@ -3,12 +3,13 @@ few steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
+import torch
 from rich.table import Column, Table
 from timm.models import get_pretrained_cfg, is_model
 from timm.models.vision_transformer import VisionTransformer
@@ -113,7 +114,7 @@ def plan_run(
     plain             plans a training on the labels alone
     images, classes   describe a data set that is not at hand
     world_size        number of processes: ``memory_bytes`` is that of each
-    timed             measures some steps of each training, unless it does not fit into memory
+    timed             measures some steps of each training, unless the run does not fit
 
     Raises UserError for settings that cannot be run.
     """
@@ -133,27 +134,15 @@ def plan_run(
             if name == "phase_b":
                 seen += unlabelled
             stage["steps"] = stage["epochs"] * -(-seen // settings.data.batch_size)
-    memory = max(stage["memory_bytes"] for stage in stages.values())
-    disk = sum(stage["disk_bytes"] for stage in stages.values())
-    steps = sum(stage.get("steps", 0) for stage in stages.values())
-    too_large = mistake_in(lambda: check_memory("the run", memory))
-    total: Total = {"steps": steps, "memory_bytes": memory, "disk_bytes": disk}
-    if timed and not too_large:
+    device = prepare_device(settings.device, settings.threads)
+    planned = plan_of("the run", stages, images, run_dir, device, SMALLER)
+    planned["unlabelled"] = unlabelled
+    planned["world_size"] = world_size
+    if timed and planned["problem"] is None:
         seconds = seconds_of(settings, data, images, unlabelled, stages)
         for name, taken in seconds.items():
             stages[name]["seconds"] = taken / world_size
-        total["seconds"] = sum(seconds.values()) / world_size
-    planned: Plan = {
-        "images": images,
-        "unlabelled": unlabelled,
-        "stages": stages,
-        "total": total,
-        "world_size": world_size,
-        "free_disk_bytes": free_disk(run_dir),
-        "available_memory_bytes": available_memory(),
-        "device": str(prepare_device(settings.device, settings.threads)),
-        "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, SMALLER)),
-    }
+        planned["total"] = total_of(stages)
     if per_image_parameters is not None:
         planned["per_image_parameters"] = per_image_parameters
     return planned
@@ -180,25 +169,50 @@ def plan_model(model: str, images: int) -> Plan:
         "files": file_count,
         "seconds": export_seconds(teacher, schema),
     }
-    total: Total = {
-        "steps": 0,
-        "memory_bytes": stage["memory_bytes"],
-        "disk_bytes": stored,
-        "seconds": stage["seconds"],
-    }
+    place = Path("maps.zarr")
+    return plan_of("the store", {"export": stage}, images, place, device, LESS_STORED)
+
+
+def plan_of(
+    job: str,
+    stages: dict[str, Stage],
+    images: int,
+    place: Path,
+    device: torch.device,
+    remedy: str,
+) -> Plan:
+    """The plan of a ``job`` of these stages in one process, which writes to a ``place``; ``remedy``
+    says what to do where the disk is too small."""
+    total = total_of(stages)
+    problem = None
+    try:
+        check_memory(job, total["memory_bytes"])
+        check_disk(job, total["disk_bytes"], place, remedy)
+    except UserError as error:
+        problem = str(error)
     return {
         "images": images,
         "unlabelled": 0,
-        "stages": {"export": stage},
+        "stages": stages,
         "total": total,
         "world_size": 1,
-        "free_disk_bytes": free_disk(Path()),
+        "free_disk_bytes": free_disk(place),
         "available_memory_bytes": available_memory(),
         "device": str(device),
-        "problem": mistake_in(
-            lambda: check_disk("the store", stored, Path("maps.zarr"), LESS_STORED)
-        ),
+        "problem": problem,
     }
+
+
+def total_of(stages: Mapping[str, Stage]) -> Total:
+    total: Total = {
+        "steps": sum(stage.get("steps", 0) for stage in stages.values()),
+        "memory_bytes": max(stage["memory_bytes"] for stage in stages.values()),
+        "disk_bytes": sum(stage["disk_bytes"] for stage in stages.values()),
+    }
+    seconds = [stage["seconds"] for stage in stages.values() if "seconds" in stage]
+    if seconds:
+        total["seconds"] = sum(seconds)
+    return total
 
 
 def plan_phases(
@@ -292,15 +306,6 @@ def plan_student(
     }
 
 
-def mistake_in(check: Callable[[], None]) -> str | None:
-    """The message of the UserError that a check raises; None where it raises none."""
-    try:
-        check()
-    except UserError as error:
-        return str(error)
-    return None
-
-
 def data_of(
     settings: Settings, images: int | None, classes: int | None, unlabelled: bool
 ) -> ImageData:
@@ -358,23 +363,17 @@ def tables(plan: Plan) -> Iterator[Table | str]:
     if "seconds" in plan["total"]:
         stages.caption = "time: of training steps and exports, measured here in some steps"
         stages.caption_justify = "left"
-    sums = plan["total"]
-    total: Stage = {
-        "model": "total",
-        "steps": sums["steps"],
-        "memory_bytes": sums["memory_bytes"],
-        "disk_bytes": sums["disk_bytes"],
-    }
-    if "seconds" in sums:
-        total["seconds"] = sums["seconds"]
-    for stage in (*plan["stages"].values(), total):
-        counts = [stage.get(name) for name in ("epochs", "steps", "parameters", "files")]
+    lines: list[tuple[str, Mapping[str, Any]]] = [
+        (stage["model"], stage) for stage in plan["stages"].values()
+    ]
+    for name, needs in [*lines, ("total", plan["total"])]:
+        counts = [needs.get(count) for count in ("epochs", "steps", "parameters", "files")]
         stages.add_row(
-            stage["model"],
+            name,
             *(f"{count:,}" if count else "" for count in counts),
-            gigabytes(stage["memory_bytes"]),
-            gigabytes(stage["disk_bytes"]),
-            duration(stage["seconds"]) if "seconds" in stage else "",
+            gigabytes(needs["memory_bytes"]),
+            gigabytes(needs["disk_bytes"]),
+            duration(needs["seconds"]) if "seconds" in needs else "",
         )
     rows = Table.grid("", Column(justify="right"), padding=(0, 2))
     values: dict[str, Any] = dict(plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import EpochMetrics
@@ -17,19 +16,12 @@ from stages.runs.students import StudentRequest
 ELSEWHERE = "another --run-dir starts afresh"
 
 
-def run(
-    settings: Settings,
-    run_dir: Path,
-    *,
-    resume: bool = False,
-    data: ImageData | None = None,
-) -> list[EpochMetrics]:
+def run(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[EpochMetrics]:
     """Trains a ViT into ``run_dir``/plain/ATTENTION and returns its metrics.
 
     The training is the baseline's of the other stages: the same loop, and with the same settings
     the same numbers. Several attentions may be trained in one run, at the same time too. ``resume``
-    continues from the last checkpoint; ``data`` is the data set of the settings, where it has been
-    read already.
+    continues from the last checkpoint.
 
     Raises UserError before anything is written.
     """
@@ -48,6 +40,6 @@ def run(
         request.check_free()
 
     with distributed.rank_zero_first():  # whatever can be refused is, before there are files
-        data = read_data(settings, directory, data)
+        data = read_data(settings, directory)
         job = build_plain(settings, data, starts_afresh(request))
     return train_in_folder(request, job)

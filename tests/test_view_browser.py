@@ -213,7 +213,7 @@ def test_hover_and_click(page, run):
     page.over(6, GRID, "click")
     page.page.hover("h1")
     assert page.state()["query"] == "6"
-    seen = inspect.attention(3, run_dir=run, layer=1, head="0", query="6")
+    seen = inspect.attention(3, url=str(run / "maps.zarr"), layer=1, head="0", query="6")
     same(json.loads(page.saved("#json")), seen.to_json())
     mean_x = f"mean ({seen.gaussian[0]:.3f}, {seen.gaussian[1]:.3f})"
     assert mean_x in page.text("#facts")

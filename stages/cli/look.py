@@ -189,7 +189,8 @@ def inspect(
                 raise UserError(
                     f"--{name} {value}: shows one image's map: name the image with --image ID"
                 )
-        summary = stage.summary(maps, run_dir)
+        assert maps is not None  # a --student needs an --image
+        summary = stage.summary(maps)
         if not as_json:  # a digest of 64 digits is longer than a line
             summary["teacher_sha256"] = f"{summary['teacher_sha256']!s:.16} ..."
         report(summary, as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +19,6 @@ import store
 from gaupipe.data.images import FileImages
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, utf8
-from gaupipe.system.messages import warn_once
 from gaupipe.teachers.notes import StoreNotes
 from stages.look import picture
 from stages.look.colours import colours
@@ -33,10 +33,8 @@ SHADES = " .:+#"
 """From no attention to the most of the map, where a terminal has no colours."""
 
 
-def summary(url: str | None, run_dir: Path | None = None) -> dict[str, object]:
-    """Kind, shapes, size on disk, bytes an image and whether the store is complete. Without a
-    ``url`` the store is that of the run."""
-    url = _store(url, run_dir)
+def summary(url: str) -> dict[str, object]:
+    """Kind, shapes, size on disk, bytes an image and whether the store is complete."""
     maps = store.open(url, allow_incomplete=True)
     schema = maps.schema
     size = maps.size_on_disk()
@@ -131,22 +129,23 @@ def attention(
     png: Path | None = None,
 ) -> ImageMap:
     """The map of one training image, block (None is the last), head (or ``mean``) and query (or
-    ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), from a
-    store (that of the run without a ``url``) or, where one is named, from a ``student``, beside the
-    teacher's where the run's store fits it. ``view`` counts the views that a store may have of an
-    image. ``png`` is a file that the map is drawn to, over the image where the data set can be
-    read."""
+    ``mean``; None is the patch in the middle, as a mean over queries looks everywhere), from the
+    store at a ``url`` or from a ``student`` of the run in ``run_dir``, beside the teacher's where
+    its store is there and fits it. ``view`` counts the views that a store may have of an image.
+    ``png`` is a file that the map is drawn to, over the image. Raises UserError where that cannot
+    be read."""
     target = None
     if png is not None:
         target = check_file("--png", png, ".png")
 
     maps: StoredMaps | StudentMaps
     if student is None:
+        assert url is not None
         where = "the store"
-        maps = StoredMaps(store.open(_store(url, run_dir)))
+        maps = StoredMaps(store.open(url))
     else:
-        where = "the student"
         assert run_dir is not None
+        where = "the student"
         maps = StudentMaps(RunDirectory(run_dir), student)
 
     drawing = None
@@ -162,23 +161,13 @@ def attention(
 
     seen = maps.see(image, drawing, view)
     shown = chosen_map(image, seen, layer, maps.blocks[layer], head, query)
-    taken = None
-    try:
-        data = maps.data
-    except (UserError, OSError) as error:  # the map needs no pixels
-        if target is not None:
-            warn_once(f"--png {png}: the map without the image: {error}")
-    else:
-        if isinstance(data.train.source, FileImages):
-            shown = replace(shown, file=utf8(data.train.path(image)))
-        if target is not None:
-            taken = photo(data, image, drawing, view)
-
     if target is not None:
-        patch = None
-        if isinstance(shown.query, int):
-            patch = shown.query
+        patch = shown.query if isinstance(shown.query, int) else None
+        taken = photo(maps.data, image, drawing, view)
         picture.draw(np.array(shown.map), patch, taken, target)
+    with contextlib.suppress(UserError, OSError):  # the map needs no images
+        if isinstance(maps.data.train.source, FileImages):
+            shown = replace(shown, file=utf8(maps.data.train.path(image)))
     return shown
 
 
@@ -302,14 +291,6 @@ def shaded(weights: np.ndarray, query: object, most: float) -> list[Text]:
                 line.append(shade * 2, f"{colour} on {colour}")
         lines.append(line)
     return lines
-
-
-def _store(url: str | None, run_dir: Path | None) -> str:
-    """The store that is named, else that of the run."""
-    if url is None:
-        assert run_dir is not None  # the command names one of the two
-        return str(RunDirectory(run_dir).stored())
-    return url
 
 
 def _choice(option: str, value: str, size: int, extra: Sequence[str] = ()) -> list[int]:

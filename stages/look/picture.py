@@ -10,8 +10,8 @@ from PIL import Image, ImageDraw
 from PIL.Image import Resampling
 
 from gaupipe.system.files import whole_file
-from stages.look.colours import colours, top_of
-from stages.look.image_maps import WHOLE, Crop
+from stages.look.colours import top_of
+from stages.look.image_maps import Crop
 
 SIDE = 256
 """Pixels of the shorter side of a picture, at least."""
@@ -26,37 +26,32 @@ LUMINANCE = (0.2126, 0.7152, 0.0722)
 
 
 def draw(
-    weights: np.ndarray, query: int | None, photo: tuple[Image.Image, Crop] | None, path: Path
+    weights: np.ndarray, query: int | None, photo: tuple[Image.Image, Crop], path: Path
 ) -> None:
     """Writes a PNG of a ``photo`` that is in colour where a map [h, w] is high, and grey and dark
     elsewhere; the map lies over the part that the model sees. A frame marks the patch of the
-    ``query``. Without a photo the map is drawn in colours."""
+    ``query``."""
     height, width = weights.shape
     shares = np.clip(weights / top_of(weights), 0, 1)
-    picture, crop = photo or (Image.new("RGB", (width, height)), WHOLE)
+    picture, crop = photo
     times = math.ceil(SIDE / min(picture.size))
     size = (times * picture.width, times * picture.height)
     picture = picture.convert("RGB").resize(size, Resampling.NEAREST)
     left, top, right, bottom = np.round(np.array(crop) * (*size, *size)).astype(int).tolist()
     seen = (right - left, bottom - top)
 
-    if photo is None:
-        painted = colours()[np.round(255 * shares).astype(int), :3]
-        picture = Image.fromarray(painted).resize(size, Resampling.NEAREST)
-    else:
-        grey = BRIGHTNESS * np.asarray(picture) @ np.array(LUMINANCE)
-        dark = Image.fromarray(np.round(grey).astype(np.uint8)).convert("RGB")
-        dark.paste(picture.crop((left, top, right, bottom)), (left, top), light(shares, seen))
-        picture = dark
+    grey = BRIGHTNESS * np.asarray(picture) @ np.array(LUMINANCE)
+    dark = Image.fromarray(np.round(grey).astype(np.uint8)).convert("RGB")
+    dark.paste(picture.crop((left, top, right, bottom)), (left, top), light(shares, seen))
 
     if query is not None:
         row, column = divmod(query, width)
         x, next_x = (left + round(seen[0] * edge / width) for edge in (column, column + 1))
         y, next_y = (top + round(seen[1] * edge / height) for edge in (row, row + 1))
-        frame = ImageDraw.Draw(picture)
+        frame = ImageDraw.Draw(dark)
         frame.rectangle((x, y, next_x - 1, next_y - 1), outline=MARK, width=min(size) // 100)
     with whole_file(path) as partial:
-        picture.save(partial, format="PNG")
+        dark.save(partial, format="PNG")
 
 
 def light(shares: np.ndarray, size: tuple[int, int]) -> Image.Image:

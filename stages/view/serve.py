@@ -15,7 +15,6 @@ import store
 from gaupipe.data.prepared import folder_labels
 from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import check_file
 from gaupipe.system.imports import pip_install
 from gaupipe.system.machine import share_one_heap
 from gaupipe.system.messages import LOG
@@ -56,8 +55,6 @@ def run(
     ``model`` the page shows its attention on image ``files``
     (:func:`gaupipe.teachers.files.open_model`).
     """
-    if html is not None:
-        check_file("--html", html, ".html", ".htm")
     if images is None and html is not None:  # a page of no image would be empty
         images = [0]
     images = images or []
