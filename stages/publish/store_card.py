@@ -29,7 +29,6 @@ def text(schema: store.Schema, license: str | None = None) -> str:
         task_categories=["image-classification"],
         tags=[known[0].replace(" ", "-"), "knowledge-distillation", "zarr", "gaupipe"],
         pretty_name=f"{known[0].capitalize()} of {schema.dataset}",
-        size_categories=size_category(schema.num_images),
     )
     card = DatasetCard.from_template(
         head,
@@ -47,12 +46,3 @@ def text(schema: store.Schema, license: str | None = None) -> str:
     )
     content: str = card.content
     return content + "\n"
-
-
-def size_category(entries: int) -> str:
-    """The Hub's name for a number of entries: powers of ten in K and M."""
-    names = ["n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M"]
-    for power, name in enumerate(names):
-        if entries < 1000 * 10**power:
-            return name
-    return "n>100M"

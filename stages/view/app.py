@@ -91,9 +91,7 @@ def make_app(viewer: Viewer) -> Starlette:
     answers: dict[str, Answer] = {
         "/api/about": lambda a: asdict(viewer.about()),
         "/api/status": lambda a: asdict(viewer.status(a.split, a.student)),
-        "/api/gallery": lambda a: viewer.page(
-            a.split, a.student, a.order, a.label, a.page
-        ).to_json(),
+        "/api/gallery": lambda a: asdict(viewer.page(a.split, a.student, a.order, a.label, a.page)),
         "/api/image/{image}": lambda a: viewer.image(a.image, a.view, a.split, a.student),
         "/api/pixels/{image}": lambda a: viewer.pixels(a.image, a.view, a.split, max(a.side, 1)),
         "/api/relevance/{image}": lambda a: viewer.relevance(

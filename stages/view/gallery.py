@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,15 +51,6 @@ class Page:
     """Images in this order."""
     page: int
     size: int = PAGE
-
-    def to_json(self) -> dict[str, Any]:
-        """The values by name, of images without what is not known."""
-        values = asdict(self)
-        for item in values["items"] or ():
-            for name in ("label", "predicted", "probability"):
-                if item[name] is None:
-                    del item[name]
-        return values
 
 
 class Gallery:

@@ -7,7 +7,7 @@ import base64
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def page_text(
     viewer.load_images()
     embedded = {}
     for image in images:
-        embedded[str(image)] = vars(embedded_image(viewer, image, split))
+        embedded[str(image)] = embedded_image(viewer, image, split)
         done()
     status = viewer.status(split)
     labels = replace(status.labels, reading=False)
@@ -79,42 +79,35 @@ def bundle() -> str:
     return "\n".join(parts)
 
 
-@dataclass(frozen=True)
-class EmbeddedImage:
-    """Everything that the page shows of an image, for each view; binary messages are base64."""
+def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, Any]:
+    """Everything that the page shows of an image, each for every view; messages are base64.
 
-    maps: dict[str, list[str]]
-    """Of each model, under "" the stored ones."""
-    relevance: dict[str, list[dict[int | None, str]]]
-    """Of each model for the classes that it finds likeliest, as the query reads them that the page
-    opens with; under None for the features of a model without classes."""
-    pixels: list[str]
-    """URLs of the pictures."""
-    file: str | None
-    """Its name in links."""
-
-
-def embedded_image(viewer: Viewer, image: int, split: str) -> EmbeddedImage:
+    maps       of each model, under "" the stored ones
+    relevance  of each model for the classes that it finds likeliest, as the query reads them that
+               the page opens with; under None for the features of a model without classes
+    pixels     URLs of the pictures
+    file       the image's name in links
+    """
     stored = viewer.schema if split == "train" else None
     views = range(stored.views if stored else 1)
-    names = [""] * bool(stored) + list(viewer.models)
+    names = [*([""] if stored else []), *viewer.models]
     explained = [name for name in viewer.models if viewer.model(name).explains]
 
     def url(content: bytes, kind: str) -> str:
         return f"data:{kind};base64,{encoded(content)}"
 
-    return EmbeddedImage(
-        maps={
+    return {
+        "maps": {
             name: [encoded(viewer.image(image, view, split, name, pack_small)) for view in views]
             for name in names
         },
-        relevance={
+        "relevance": {
             name: [explanations(viewer, name, image, view, split) for view in views]
             for name in explained
         },
-        pixels=[url(*viewer.pixels(image, view, split, SIDE)) for view in views],
-        file=viewer.names(split)[image] if viewer.has_data else None,
-    )
+        "pixels": [url(*viewer.pixels(image, view, split, SIDE)) for view in views],
+        "file": viewer.names(split)[image] if viewer.has_data else None,
+    }
 
 
 def explanations(
