@@ -86,7 +86,7 @@ class Run:
     def store(self) -> store.Store:
         """The store of the teacher's maps. Raises StoreError where there is none, and UserError for
         a teacher that needs none."""
-        url = str(self.directory.stored())
+        url = self.directory.stored()
         teacher_sha256 = self.directory.teacher_digest()
         return store.open(url, dataset_sha256=self.data.sha256, teacher_sha256=teacher_sha256)
 

@@ -248,7 +248,8 @@ def plan_phases(
     }
     for name, schema in schemas.items():
         stored, files = store_size(teacher, schema)
-        student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
+        if stored <= PRELOAD_BYTES:  # which phase B reads into memory
+            student["memory_bytes"] += stored
         what = export.kind
         if not schema.labelled:
             what = f"{export.kind}, no labels"

@@ -30,11 +30,6 @@ def find_run(run_dir: Path | None, how: str = "--run-dir names another") -> Path
     return run_dir
 
 
-def stored_maps(run_dir: Path) -> str:
-    """The store of a run. Raises UserError for one whose teacher has none."""
-    return str(RunDirectory(run_dir).stored())
-
-
 def student_folder(run_dir: Path, name: str, plain: bool) -> Path:
     """The folder of a student; of two with one name that of phase B, unless ``plain``."""
     run = RunDirectory(run_dir)

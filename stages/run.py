@@ -55,7 +55,7 @@ def run_all(settings: Settings, run_dir: Path, *, baseline: bool = True) -> list
     with distributed.rank_zero_first():
         images = settle(settings, run_directory.begun()).data
         data = load_data(images, settings.download, unlabelled=True)
-        if False in students:
+        if False in students:  # refused now, not after the teacher has been trained
             outline_student(settings, data, settings.train)
         for distilled in (True, False):
             # a damaged student is refused before anything runs

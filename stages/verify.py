@@ -64,7 +64,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
         for start in range(shard.start, shard.stop, size)
     ]
     distances = np.zeros(0)
-    for index in np.random.default_rng().permutation(len(spans)):
+    for index in np.random.default_rng().permutation(len(spans)):  # others at each call
         if len(distances) >= sample:
             break
         entries = np.arange(*spans[index])

@@ -661,8 +661,8 @@ def test_a_student_of_other_views_or_images_says_why_it_is_not_compared(run, tmp
     phase_b.run(run)
     student = StudentMaps(RunDirectory(run), "standard")
     assert student.see(1).no_teacher is None
-    other = Drawing(0, AugmentSettings(flip=True).model_dump(mode="json"), 8)
-    seen = student.see(1, other, 0)
+    student.views = Drawing(0, AugmentSettings(flip=True).model_dump(mode="json"), 8)
+    seen = student.see(1)
     assert "maps of the images themselves" in seen.no_teacher and not seen.teacher
     viewer = open_viewer(url, run)
     viewer.schema = dataclasses.replace(viewer.schema, dataset_sha256="0" * 64)

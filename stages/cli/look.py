@@ -31,9 +31,9 @@ from stages.request import (
     is_run,
     names_classifier,
     refuse_with_model,
-    stored_maps,
     trained_last,
 )
+from stages.runs.directory import RunDirectory
 
 
 @command("Look")
@@ -173,7 +173,7 @@ def inspect(
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = find_run(run_dir) if maps is None else run_dir
     if maps is None and student is None and run_dir is not None:
-        maps = stored_maps(run_dir)
+        maps = RunDirectory(run_dir).stored()
     if maps is not None:
         check_store(maps)
     if png is not None:

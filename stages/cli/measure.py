@@ -39,7 +39,6 @@ from stages.request import (
     parse_list,
     read_settings,
     refuse_with_model,
-    stored_maps,
     student_folder,
     with_model,
     with_unlabelled,
@@ -203,7 +202,7 @@ def verify(
         urls = [maps]
     else:
         run_dir = find_run(run_dir)
-        urls = [stored_maps(run_dir)]
+        urls = [RunDirectory(run_dir).stored()]
         unlabelled = store_of_unlabelled(urls[0])
         if Path(unlabelled).exists():
             urls.append(unlabelled)

@@ -35,7 +35,7 @@ def report(values: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(values))
         return
-    text = json.dumps(dict(single_values(values)))
+    text = json.dumps(dict(single_values(values)))  # to round numbers in lists, too
     rounded = json.loads(text, parse_float=lambda number: round(float(number), 4))
     width = max(map(len, rounded))
     for name, value in rounded.items():

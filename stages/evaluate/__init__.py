@@ -229,7 +229,7 @@ def teacher_agreement(
     the KL of each block's map from the teacher's (teacher first, mean over images, heads and
     queries; null for a block without one)."""
     image_ids = data.train.evenly_spaced(TEACHER_IMAGES)
-    count = len(image_ids)
+    count = len(image_ids)  # of all ranks together
     image_ids = np.array_split(image_ids, distributed.world_size())[distributed.rank()]
     device = next(student.parameters()).device
     teacher_maps = None

@@ -120,6 +120,7 @@ class StoredMaps:
         self.images = schema.images
         self.grid, self.layers, _ = schema.maps
         self.notes = StoreNotes.of(schema)
+        self.views = self.notes.views
         self.extra = self.notes.tokens or [f"token {i}" for i in range(schema.prefix_tokens)]
         self.blocks = self.notes.layers or list(range(self.layers))
         """The numbers of the blocks in the teacher."""
@@ -131,10 +132,8 @@ class StoredMaps:
         """The images, by :func:`images_of`."""
         return images_of(self.store)
 
-    def see(
-        self, image: int, views: object = None, view: int = 0, split: str = "train"
-    ) -> ImageMaps:
-        """The maps of a training image, or of one of its ``views``, which are the store's own."""
+    def see(self, image: int, view: int = 0, split: str = "train") -> ImageMaps:
+        """The maps of a training image, or of a ``view`` of it."""
         schema = self.store.schema
         entry = image * schema.views + view
         stored = self.store.read(entry, entry + 1)
@@ -207,13 +206,15 @@ def photo(
 
 
 class LiveMaps:
-    """A ViT whose attention to the images of a data set is computed when it is asked for."""
+    """A ViT whose attention to the images of a data set is computed when it is asked for: to the
+    images themselves or, where ``views`` draws some, to those of the training images."""
 
     def __init__(self, name: str, model: Any, data: ImageData) -> None:
         use_fused_attention(model)
         self.name = name
         self.model = model
         self.data = data
+        self.views: Drawing | None = None
         self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
         self.layers = len(model.blocks)
         self.blocks = list(range(self.layers))
@@ -229,14 +230,9 @@ class LiveMaps:
     def images(self) -> int:
         return len(self.data.train)
 
-    def see(
-        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
-    ) -> ImageMaps:
-        """The attention to an image or, with ``views``, to that ``view`` of it.
-
-        Raises UserError for attention that is not finite.
-        """
-        batch, traced = self.traced(image, views, view, split)
+    def see(self, image: int, view: int = 0, split: str = "train") -> ImageMaps:
+        """The attention to an image. Raises UserError for attention that is not finite."""
+        batch, traced = self.traced(image, view, split)
         maps = [block[0].detach() for block in traced.maps]
         values = [block[0].detach().norm(dim=-1) for block in traced.values]  # [H, P + T]
         if not all(block.sum().isfinite() for block in maps):
@@ -254,11 +250,13 @@ class LiveMaps:
         return seen
 
     @torch.enable_grad()
-    def relevance(self, target: int | None, image: int, *which: Any) -> Relevance:
+    def relevance(
+        self, target: int | None, image: int, view: int = 0, split: str = "train"
+    ) -> Relevance:
         """What speaks for a class, by default the predicted one; of a model without classes what
-        moves the length of its features. ``which`` as in :meth:`see`."""
+        moves the length of its features."""
         self.check_class(target)
-        _, traced = self.traced(image, *which)
+        _, traced = self.traced(image, view, split)
         if not self.predicts:
             legrad = traced.legrad(partial(length_of_features, self.model))
             return Relevance(None, None, legrad[0, :, None])
@@ -268,14 +266,18 @@ class LiveMaps:
         return Relevance(target, probability, traced.rollout(traced.logits[0, target])[0])
 
     def without(
-        self, patches: Sequence[int], target: int | None, image: int, *which: Any
+        self,
+        patches: Sequence[int],
+        target: int | None,
+        image: int,
+        view: int = 0,
+        split: str = "train",
     ) -> Tested:
         """What the model says of a class, by default the predicted one, without some patches; of a
-        model without classes how like its features are. ``which`` as in :meth:`see`."""
+        model without classes how like its features are."""
         self.check_class(target)
-        return without_patches(
-            self.model, self.batch(image, *which).images, patches, target, self.grid
-        )
+        batch = self.batch(image, view, split)
+        return without_patches(self.model, batch.images, patches, target, self.grid)
 
     def check_class(self, target: int | None) -> None:
         """Raises UserError for a class that there is not."""
@@ -283,15 +285,13 @@ class LiveMaps:
         if target is not None and target >= classes:
             raise UserError(f"class {target}: {self.name} has {classes} classes")
 
-    def traced(
-        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
-    ) -> tuple[Batch, Traced]:
+    def traced(self, image: int, view: int, split: str) -> tuple[Batch, Traced]:
         """The image, or a view of it, and the model's pass on it. The latest is kept: its maps and
         its relevance are asked for one after the other."""
-        asked = image, views, view, split
+        asked = image, view, split
         if self._latest is None or self._latest[0] != asked:
             self._latest = None  # frees its memory first
-            batch = self.batch(image, views, view, split)
+            batch = self.batch(image, view, split)
             try:
                 traced = trace(self.model, batch.images, self.layers)
             except ValueError as error:
@@ -321,21 +321,19 @@ class LiveMaps:
             logits = self.model(batch.images).float()
         yield logits, batch.labels
 
-    def batch(
-        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
-    ) -> Batch:
+    def batch(self, image: int, view: int = 0, split: str = "train") -> Batch:
         """The image, or a view of it, as the model takes it."""
         batches = Batches(getattr(self.data, split), self.data, CPU, batch_size=1)
-        if views is None:
+        if self.views is None or split != "train":
             return next(batches.in_order(np.array([image])))
         count = view + 1  # as many views of an image as are counted here, so that this one is there
         entry = np.array([image * count + view])
-        return next(batches.views(entry, views.augmentation(), count))
+        return next(batches.views(entry, self.views.augmentation(), count))
 
 
 class StudentMaps(LiveMaps):
-    """A student of a run, with the ``store`` that it learned from, or its run's; None where there
-    is none that fits it. The attribute ``shares_maps`` is true if maps that all images share
+    """A student of a run, with the ``store`` that it learned from, and its ``views``; None where
+    there is none that fits it. The attribute ``shares_maps`` is true if maps that all images share
     taught it instead. Raises UserError where the student is not there or damaged.
 
     Its maps are whole where no stored ones are beside them; else they are from patches to patches.
@@ -353,6 +351,8 @@ class StudentMaps(LiveMaps):
         self.store = open_maps(student, data)
         if self.store is not None and not self.store.schema.has_maps:
             self.store = None
+        if self.store is not None:
+            self.views = StoreNotes.of(self.store.schema).views
         learned = student.distilled and not recorded_stores(student.folder)
         self.shares_maps = not settings.phase_a.kind.stored and learned and self.store is None
 
@@ -362,18 +362,16 @@ class StudentMaps(LiveMaps):
         elif self.store is not None:
             self._teacher_maps = MapReader(self.store, model, settings.phase_b, CPU)
 
-    def see(
-        self, image: int, views: Drawing | None = None, view: int = 0, split: str = "train"
-    ) -> ImageMaps:
+    def see(self, image: int, view: int = 0, split: str = "train") -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""
-        seen = super().see(image, views, view, split)
-        seen.no_teacher = self.no_teacher(views, split)
+        seen = super().see(image, view, split)
+        seen.no_teacher = self.no_teacher(split)
         if seen.no_teacher is None:  # whose maps are from patches to patches
             prefix = len(self.extra)
             whole = [seen.map(layer)[None] for layer in range(self.layers)]
             maps = [without_prefix(block, prefix)[0][0] for block in whole]
             seen.map = maps.__getitem__
-            batch, _ = self.traced(image, views, view, split)
+            batch, _ = self.traced(image, view, split)
             seen.teacher = self._teacher(batch, image, view, maps)
             if seen.values is not None:
                 seen.values = seen.values[..., prefix:]
@@ -381,21 +379,16 @@ class StudentMaps(LiveMaps):
         return seen
 
     def relevance(
-        self,
-        target: int | None,
-        image: int,
-        views: Drawing | None = None,
-        view: int = 0,
-        split: str = "train",
+        self, target: int | None, image: int, view: int = 0, split: str = "train"
     ) -> Relevance:
         """As :meth:`LiveMaps.relevance`; from patches to patches where :meth:`see` gives such."""
-        found = super().relevance(target, image, views, view, split)
-        if self.no_teacher(views, split) is None:
+        found = super().relevance(target, image, view, split)
+        if self.no_teacher(split) is None:
             prefix = len(self.extra)
             found = replace(found, weights=found.weights[:, prefix:, prefix:])
         return found
 
-    def no_teacher(self, views: Drawing | None, split: str = "train") -> str | None:
+    def no_teacher(self, split: str) -> str | None:
         """Why the stored maps are not those of what the student sees; None where they are."""
         if self.shares_maps:
             return None
@@ -404,7 +397,7 @@ class StudentMaps(LiveMaps):
         if split != "train":
             return "a store holds the maps of training images alone"
         stored = StoreNotes.of(self.store.schema).views
-        if stored == views:
+        if stored == self.views:
             return None
         others = "other views"
         if stored is None:

@@ -148,10 +148,8 @@ def attention(
         where = "the student"
         maps = StudentMaps(RunDirectory(run_dir), student)
 
-    drawing = None
     views = 1
     if maps.store is not None:
-        drawing = StoreNotes.of(maps.store.schema).views
         views = maps.store.schema.views
     if layer is None:
         layer = maps.layers - 1
@@ -159,11 +157,11 @@ def attention(
     _check("--layer", layer, maps.layers, where)
     _check("--view", view, views, where)
 
-    seen = maps.see(image, drawing, view)
+    seen = maps.see(image, view)
     shown = chosen_map(image, seen, layer, maps.blocks[layer], head, query)
     if target is not None:
         patch = shown.query if isinstance(shown.query, int) else None
-        taken = photo(maps.data, image, drawing, view)
+        taken = photo(maps.data, image, maps.views, view)
         picture.draw(np.array(shown.map), patch, taken, target)
     with contextlib.suppress(UserError, OSError):  # the map needs no images
         if isinstance(maps.data.train.source, FileImages):

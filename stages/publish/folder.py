@@ -43,15 +43,11 @@ def publish(
     student = load_student(run_dir, name, plain)
     data = student.run.load_data(student.settings, test=True)
     check_data(student, data)
-    splits = {"validation": data.val, "test": data.test}
-    scores = {
-        split: {
-            "images": len(images),
-            **classification_metrics(*predictions(student.model, images, data, student.settings)),
-        }
-        for split, images in splits.items()
-        if images is not None
-    }
+    scores: dict[str, dict[str, Any]] = {}
+    for split, images in {"validation": data.val, "test": data.test}.items():
+        if images is not None:
+            logits, labels = predictions(student.model, images, data, student.settings)
+            scores[split] = {"images": len(images), **classification_metrics(logits, labels)}
     title = out.name if STUDENT_NAME.fullmatch(out.name) else student.name
     settings = published_settings(student)
     card = model_card.write(student, data, scores, settings, title)

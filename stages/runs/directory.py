@@ -71,18 +71,15 @@ class RunDirectory:
         one."""
         return "://" not in url and os.path.realpath(url) == os.path.realpath(self.maps)
 
-    def stored(self) -> Path:
-        """The run's own store. Raises UserError where the run's teacher has none."""
-        if (
-            not self.maps.exists()
-            and self.config.is_file()
-            and not self.settings().phase_a.kind.stored
-        ):
+    def stored(self) -> str:
+        """The path of the run's own store. Raises UserError where the run's teacher has none."""
+        may_be = self.maps.exists() or not self.config.is_file()
+        if not (may_be or self.settings().phase_a.kind.stored):
             raise UserError(
                 f"{self.path} has no store: all images have the same maps, and phase B makes "
                 "them; 'gaupipe view' shows the maps of its students"
             )
-        return self.maps
+        return str(self.maps)
 
     def teacher_digest(self) -> str | None:
         """The content of ``teacher_sha256``; None before phase A has finished. Raises UserError for
@@ -179,13 +176,10 @@ class RunDirectory:
                 f"{self.path}: is not UTF-8, and students there could not be read again: choose "
                 "another --run-dir"
             )
-        if self.path.is_file() or (
-            self.path.is_dir()
-            and not all(
-                path.name == "lock" or path.name.startswith(partial_prefix(self.config))
-                for path in self.path.iterdir()
-            )
-        ):
+        there = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        begun = partial_prefix(self.config)  # by a run that had no time for more
+        others = [name for name in there - {"lock"} if not name.startswith(begun)]
+        if self.path.is_file() or others:
             raise UserError(
                 f"{self.path} exists and is not a run directory: choose another --run-dir"
             )

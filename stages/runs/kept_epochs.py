@@ -114,7 +114,7 @@ def entry(folder: Path) -> KeptEpoch:
     path = folder / FILE
     try:
         entry: KeptEpoch = json.loads(path.read_bytes())
-        if not {entry["epoch"], entry["last"]} <= {*range(1, entry["last"] + 1)}:
+        if not 1 <= entry["epoch"] <= entry["last"]:
             raise ValueError("it names an epoch that has not been")
         sha256 = entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 from anyio.to_thread import current_default_thread_limiter
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -43,7 +42,30 @@ THREADS = 3
 """On which answers are computed: each holds a whole photo, and the memory that it once needed."""
 MOST_BYTES = 100_000_000
 """Of an image that is dropped on the page."""
-Answer = Callable[[SimpleNamespace], Mapping[str, Any] | bytes | tuple[bytes, str]]
+Number = Annotated[int, Field(ge=0, lt=10**9)]
+
+
+class Question(BaseModel):
+    """What may stand in an address."""
+
+    image: Number = 0
+    view: Number = 0
+    split: str = "train"
+    student: str = ""
+    """"" is the store's teacher or, where there is no store, the first model."""
+    label: Annotated[Number | None, BeforeValidator(lambda text: text or None)] = Field(
+        None, alias="class"
+    )
+    order: str = "id"
+    page: Number = 0
+    name: str = ""
+    """Of a file."""
+    side: Number = PHOTO
+    patches: Annotated[list[Number], BeforeValidator(lambda text: text.split(","))] = [0]
+
+
+Content = Mapping[str, Any] | bytes | tuple[bytes, str]
+Answer = Callable[[Question], Content]
 
 
 @contextlib.asynccontextmanager
@@ -61,27 +83,14 @@ async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Res
     return response
 
 
-def asked(request: Request) -> SimpleNamespace:
-    """The image, view, side, split, student, order, label, page and patches of an address. An empty
-    student is the store's teacher or, where there is no store, the first model; a class that is not
-    named is None."""
-    query = {"image": "0", "view": "0", "page": "0", "split": "train", "student": "", "order": "id"}
-    query |= {"side": str(PHOTO), "name": ""}
-    query |= {**request.path_params, **request.query_params}
-    numbers: dict[str, Any] = {}
-    names = ["image", "view", "page", "side"]
-    if query.get("class"):
-        names.append("class")
-    for name in names:
-        text = query[name]
-        if not (text.isascii() and text.isdecimal() and len(text) < 10):
-            raise UserError(f"{name} {text[:20]!r}: should be a whole number")
-        numbers[name] = int(text)
-    patches = query.get("patches", "0")
-    if not re.fullmatch(r"\d{1,4}(,\d{1,4}){0,9999}", patches, re.ASCII):
-        raise UserError(f"patches {patches[:20]!r}: should be whole numbers between commas")
-    numbers["patches"] = [int(patch) for patch in patches.split(",")]
-    return SimpleNamespace(**query | numbers | {"label": numbers.get("class")})
+def asked(request: Request) -> Question:
+    """What an address asks for."""
+    try:
+        return Question.model_validate(request.path_params | dict(request.query_params))
+    except ValidationError as error:
+        first = error.errors()[0]
+        wrong = f"{first['loc'][0]} {str(first['input'])[:20]!r}"
+        raise UserError(f"{wrong}: should be a whole number") from None
 
 
 def make_app(viewer: Viewer) -> Starlette:
@@ -120,7 +129,7 @@ def make_app(viewer: Viewer) -> Starlette:
     def first(answer: Answer) -> Answer:
         """An answer that somebody waits for, before whom nothing is read ahead."""
 
-        def computed(question: SimpleNamespace) -> Mapping[str, Any] | bytes | tuple[bytes, str]:
+        def computed(question: Question) -> Content:
             with viewer.answering():
                 return answer(question)
 

@@ -269,6 +269,7 @@ class Viewer:
                     raise UserError(
                         f"student {name!r}: its images are not those that the store's maps are of"
                     )
+                live.views = self._views("train")
                 self._opened[name] = live
             return self._opened[name]
 
@@ -290,13 +291,12 @@ class Viewer:
         float16.
         """
         self.check(image, view, split)
-        which = self._which(view, split)
         stored = None
         with self._one_at_a_time:
             shown = self.shown(split, name)
-            seen = shown.see(image, *which)
+            seen = shown.see(image, view, split)
             if self.stored and split == "train" and name:
-                beside = self.stored.see(image, *which)
+                beside = self.stored.see(image, view)
                 stored = {"name": beside.by, "label": beside.label, **asdict(beside.prediction())}
         maps = with_mean_and_rollout([seen.map(layer) for layer in range(shown.layers)])
         heads = maps.shape[1] - 2
@@ -338,7 +338,7 @@ class Viewer:
     def likely(self, name: str, image: int, view: int = 0, split: str = "train") -> Sequence[Any]:
         """The likeliest classes of an image, as a model sees it; None in place of classes where it
         has none."""
-        seen = self.model(name).see(image, *self._which(view, split))
+        seen = self.model(name).see(image, view, split)
         return seen.prediction(MOST_LIKELY).likely or [None]
 
     def title_of(self, image: int, split: str) -> str | None:
@@ -383,7 +383,7 @@ class Viewer:
         return file.getvalue(), "image/jpeg"
 
     def _open_photo(self, image: int, view: int, split: str) -> tuple[Image.Image, Crop]:
-        return photo(self.data, image, *self._which(view, split))
+        return photo(self.data, image, self._views(split), view, split)
 
     def find(self, text: str, split: str = "train") -> int:
         """The image of a split that a file's name stands for. Raises UserError where there is
@@ -459,7 +459,7 @@ class Viewer:
         live = self.model(name)
         self.check(image, view, split)
         with self._one_at_a_time:
-            found = live.relevance(target, image, *self._which(view, split))
+            found = live.relevance(target, image, view, split)
         weights = found.weights
         if not whole and found.label is not None:
             extra = weights.shape[-1] - math.prod(live.grid)  # 0 beside a teacher's patches
@@ -486,7 +486,7 @@ class Viewer:
         if not patches or max(patches) >= count:
             raise UserError(f"patches: should be some of 0 to {count - 1}")
         with self._one_at_a_time:
-            return live.without(patches, target, image, *self._which(view, split))
+            return live.without(patches, target, image, view, split)
 
     def check(self, image: int, view: int = 0, split: str = "train") -> None:
         """Raises UserError for an image or a view that there is not."""
@@ -502,6 +502,6 @@ class Viewer:
         if not 0 <= view < views:
             raise UserError(f"view {view}: the store has 0 to {views - 1}")
 
-    def _which(self, view: int, split: str) -> tuple[Drawing | None, int, str]:
-        views = self.stored.notes.views if self.stored and split == "train" else None
-        return views, view, split
+    def _views(self, split: str) -> Drawing | None:
+        """Draws the views of a split, as the store has them."""
+        return self.stored.views if self.stored and split == "train" else None
