@@ -376,8 +376,6 @@ COMMAND_LINE = [
         ("--students beleif", f"--students beleif {ATTENTIONS}"),
         ("--seeds 2147483648", "--seeds 2147483648"),
         ("--seeds 0,x", "--seeds 0,x x"),
-        ("--targets nan", "--targets nan 1"),
-        ("--targets 84", "--targets 84 1"),
         ("--row prior", "--row prior distilled"),
         ("--sweep none", "none loss_weights"),
         ("--sweep tiny.yaml", "tiny.yaml"),

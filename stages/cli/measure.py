@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -134,14 +135,6 @@ def compare(
         list[str] | None,
         option("--row NAME", "Run only this row and the plain ViT; repeatable.", "all"),
     ] = None,
-    targets: Annotated[
-        str | None,
-        option(
-            "--targets 0.8,0.84",
-            "Count the epochs to these validation accuracies.",
-            "95, 98 and 100 % of the plain ViT's",
-        ),
-    ] = None,
     jobs: Annotated[int, option("--jobs N", "Trainings at the same time.", min=1)] = 1,
     test: Annotated[bool, option("--test", "Also score finished runs on the test split.")] = False,
     as_json: AsJson = False,
@@ -168,17 +161,15 @@ def compare(
     students = settings.model.attention if students is None else students
     attentions = parse_list("--students", students, StudentKey)
     seed = Annotated[int, Field(ge=0, lt=2**31)]
-    share = Annotated[float, Field(gt=0, le=1)]
     numbers = parse_list("--seeds", seeds, seed)
-    goals = [] if targets is None else parse_list("--targets", targets, share)
     with starts("comparison", settings, folder, ", ".join(attentions)):
         from stages import compare as stage
 
     options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
     options["imports"] = context.obj
-    options |= {"students": attentions, "seeds": numbers, "targets": goals}
+    options |= {"students": attentions, "seeds": numbers}
     results = stage.compare(settings, folder, **options)
-    show(results.to_json(), as_json, [stage.summary(results, stage.report_in(folder, sweep))])
+    show(asdict(results), as_json, [stage.summary(results, stage.report_in(folder, sweep))])
 
 
 @command("Measure")

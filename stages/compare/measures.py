@@ -7,9 +7,8 @@ curve is the validation accuracy after each epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import sub, truediv
 from statistics import fmean, stdev
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ from stages.compare.trainings import FinishedTraining
 
 Name = TypeVar("Name", bound=Any)
 """Of a row of a table; names can be sorted."""
-Number = TypeVar("Number", int, float)
 
 LEVEL = 0.05
 RESAMPLES = 10_000
@@ -68,11 +66,9 @@ class Passages:
     """First passages of the runs of a row, whose curves are :func:`smoothed`. A mean is given only
     where every seed has a value."""
 
-    goal: float
-    """The accuracy to pass."""
-    is_share: bool
-    """Whether the goal is a share of the accuracy that the reference with the same seed has over
-    its last five epochs."""
+    share: float
+    """The accuracy to pass is this share of what the reference with the same seed has over its last
+    five epochs."""
     reached: int
     """Seeds that reached the accuracy."""
     epochs: Spread
@@ -94,54 +90,46 @@ class Passages:
 def first_passages(
     runs: Sequence[FinishedTraining],
     reference: Sequence[FinishedTraining],
-    goal: float,
-    is_share: bool = False,
+    share: float,
 ) -> Passages:
-    """First passages of the runs of a row to the accuracy ``goal``, or to that share of what the
-    reference reaches in the end, next to those of the reference with the same seeds. The reference
-    may pass it before its last epoch."""
+    """First passages of the runs of a row to a share of what the reference reaches in the end, next
+    to those of the reference with the same seeds. The reference may pass it before its last
+    epoch."""
     epochs: list[int | None] = []
     epochs_with_phase_a: list[int | None] = []
     core_seconds: list[float | None] = []
     core_seconds_shared: list[float | None] = []
-    of_reference: list[int | None] = []
+    speedups: list[float | None] = []
+    saved: list[int | None] = []
     for run, other in zip(runs, reference, strict=True):
         curve_of_reference = smoothed(other.val_acc)
-        accuracy = goal * curve_of_reference[-1] if is_share else goal
-        of_reference.append(epochs_to(curve_of_reference, accuracy))
+        accuracy = share * curve_of_reference[-1]
+        of_reference = epochs_to(curve_of_reference, accuracy)
+        assert of_reference is not None  # its last epoch at the latest
         taken = epochs_to(smoothed(run.val_acc), accuracy)
         epochs.append(taken)
         if taken is None:
-            epochs_with_phase_a.append(None)
-            core_seconds.append(None)
-            core_seconds_shared.append(None)
+            for values in (epochs_with_phase_a, core_seconds, core_seconds_shared, speedups, saved):
+                values.append(None)
             continue
-        epochs_with_phase_a.append(taken + run.phase_a_epochs)
+        with_phase_a = taken + run.phase_a_epochs
+        epochs_with_phase_a.append(with_phase_a)
         of_student = sum(run.processor_seconds[:taken])
         of_phase_a = run.phase_a_costs.get("processor_seconds", 0.0)
         core_seconds.append(of_student + of_phase_a)
         core_seconds_shared.append(of_student + of_phase_a / run.sharing)
+        speedups.append(of_reference / with_phase_a)
+        saved.append(of_reference - with_phase_a)
     return Passages(
-        goal,
-        is_share,
+        share,
         reached=sum(taken is not None for taken in epochs),
         epochs=spread(epochs),
         epochs_with_phase_a=spread(epochs_with_phase_a),
         core_seconds=spread(core_seconds),
         core_seconds_shared=spread(core_seconds_shared),
-        speedup=spread(_where_both_are(truediv, of_reference, epochs_with_phase_a)),
-        saved_by_seed=_where_both_are(sub, of_reference, epochs_with_phase_a),
+        speedup=spread(speedups),
+        saved_by_seed=saved,
     )
-
-
-def _where_both_are(
-    combine: Callable[[int, int], Number], one: list[int | None], other: list[int | None]
-) -> list[Number | None]:
-    """The values combined seed by seed; None where one of them is."""
-    return [
-        None if first is None or second is None else combine(first, second)
-        for first, second in zip(one, other, strict=True)
-    ]
 
 
 Family = dict[Any, Sequence[float | None]]

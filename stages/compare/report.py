@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gaupipe.settings.load import ByName
 from gaupipe.system.errors import UserError
@@ -27,7 +26,7 @@ from stages.compare.trainings import FinishedTraining, RowTraining
 
 SHARES = (0.95, 0.98, 1.0)
 """Shares of what the reference reaches over its last five epochs, on the same seed, at which rows
-are compared by default."""
+are compared."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class RowResult:
     """Why trainings of the row failed."""
     final: Final
     at: list[Passages]
-    """The epochs to each of the accuracies that rows are compared at."""
+    """The epochs to each of the :data:`SHARES`."""
     runs: list[FinishedTraining]
     """One for each seed."""
     difference: Verdict | None = None
@@ -89,26 +88,16 @@ class Comparison:
     """By control the final accuracy of the first student minus the control's: what a map teaches
     beyond what the control has too."""
 
-    def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        for row in values["rows"]:
-            for passages in row["at"]:
-                name = "share" if passages.pop("is_share") else "target"
-                passages[name] = passages.pop("goal")
-        return values
-
 
 def report(
     data: str,
     trainings: Sequence[Sequence[RowTraining]],
     outcomes: Mapping[Path, FinishedTraining | str],
-    targets: Sequence[float] = (),
 ) -> Comparison:
     """All results of a comparison on the data set of this name.
 
     trainings   for each row its training with each seed
     outcomes    by the folder of a training its run, or why it failed
-    targets     accuracies to compare at; by default the :data:`SHARES` of the reference's
 
     The reference is the plain ViT. Raises UserError where one of its trainings failed.
     """
@@ -136,13 +125,11 @@ def report(
     if reference.final.test_acc.mean is not None:
         tested_on_test = test_differences(rows, reference)
     tested_above = differences(above_front)
-    passages = [
-        _passages(rows, reference, goal, is_share=not targets) for goal in targets or SHARES
-    ]
+    passages = [_passages(rows, reference, share) for share in SHARES]
     compared = [
         replace(
             row,
-            at=[of_goal[row.row] for of_goal in passages if row.row in of_goal],
+            at=[of_share[row.row] for of_share in passages if row.row in of_share],
             difference=tested_differences.get(row.row),
             test_difference=tested_on_test.get(row.row),
             above_front=tested_above.get(row.row),
@@ -167,15 +154,11 @@ def test_differences(rows: Sequence[RowResult], reference: RowResult) -> dict[st
     return differences(by_seed, of_images)
 
 
-def _passages(
-    rows: Sequence[RowResult], reference: RowResult, goal: float, is_share: bool
-) -> dict[str, Passages]:
+def _passages(rows: Sequence[RowResult], reference: RowResult, share: float) -> dict[str, Passages]:
     """By row that did not fail its first passages to a goal, with the epochs saved tested among all
     rows."""
     passages = {
-        row.row: first_passages(row.runs, reference.runs, goal, is_share=is_share)
-        for row in rows
-        if not row.failed
+        row.row: first_passages(row.runs, reference.runs, share) for row in rows if not row.failed
     }
     undecided: Family = {row.row: [None] * len(reference.runs) for row in rows if row.failed}
     return tested_passages(passages, reference.row, undecided)

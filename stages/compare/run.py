@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -47,7 +48,6 @@ def compare(
     *,
     students: Sequence[str],
     seeds: Sequence[int],
-    targets: Sequence[float] = (),
     sweep: str | None = None,
     only: Sequence[str] = (),
     jobs: int = 1,
@@ -58,8 +58,6 @@ def compare(
 
     students   attentions of the students
     seeds      every row is run with each
-    targets    accuracies to compare at; none are shares of what the baseline reaches over its last
-               five epochs
     sweep      a file of further rows, or the name of a shipped one
     only       names of the rows to run, with the plain ViT; none are all rows
     jobs       trainings at once
@@ -90,8 +88,8 @@ def compare(
             LOG.info(f"compare: {line}, about {duration(seconds_left(trainings, read) / jobs)}")
         del read  # and the images, which the processes of the trainings read for themselves
         outcomes = train([*chain(*trainings)], jobs, imports)
-        results = report(settings.data.title, trainings, outcomes, targets)
-        write_whole(run_dir / f"{name}.json", json.dumps(results.to_json(), indent=1) + "\n")
+        results = report(settings.data.title, trainings, outcomes)
+        write_whole(run_dir / f"{name}.json", json.dumps(asdict(results), indent=1) + "\n")
         save(curves(results), run_dir / name)
         lines = [f"# {results.data}", f"![Curves of all rows]({name}.png)\n", *tables(results)]
         write_whole(report_in(run_dir, sweep), "\n".join(lines))

@@ -81,11 +81,10 @@ def tables(results: Comparison) -> Iterator[str]:
             results.over_controls,
         )
     goals = next(row.at for row in rows if row.at)
-    names = [f"to {100 * passages.goal:.0f} %" for passages in goals]
-    caption = names[-1]
-    if goals[0].is_share:
-        caption += f" of what the {reference} reaches over its last five epochs"
-    caption += f": speed-up over the {reference}"
+    names = [f"to {100 * passages.share:.0f} %" for passages in goals]
+    caption = (
+        f"{names[-1]} of what the {reference} reaches over its last five epochs; speed-up: over it"
+    )
     if not all(row.plain for row in rows):
         caption += "; with A: phase A counted, as in the speed-up"
     caption += f"; core s: seconds of the processor {names[-1]}"
