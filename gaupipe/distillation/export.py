@@ -91,7 +91,7 @@ def make_schema(
     images = images or Exported.train(data)
     assert kind is not None and export.encoding is not None  # choose_store() names both
     check_export(export, teacher)
-    has_maps = store.KINDS[kind].has_maps
+    shape = teacher.shape.stored(export) if store.KINDS[kind].has_maps else None
     notes = replace(
         teacher.notes(),
         teacher_args=teacher.settings.phase_a.teacher_args or None,
@@ -101,7 +101,7 @@ def make_schema(
         pooled_from=None if export.grid is None else list(teacher.shape.grid),
     )
     return store.Schema(
-        **(vars(teacher.shape.stored(export)) if has_maps else {}),
+        **(shape._asdict() if shape else {}),
         kind=kind,
         encoding=export.encoding,
         k=export.k,
@@ -114,7 +114,7 @@ def make_schema(
         parametrisation=teacher.settings.phase_a.parametrisation,
         embedding_dim=teacher.embedding if kind == "embedding" else None,
         features_dim=teacher.features if export.features else None,
-        prefix_tokens=teacher.kept_prefix if has_maps else 0,
+        prefix_tokens=teacher.kept_prefix if shape else 0,
         labelled=images.labelled and notes.files is None,
         name_bytes=images.split.name_bytes,
         extra=notes.to_json(),

@@ -37,19 +37,15 @@ from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.state import Identity, TrainingState
 from gaupipe.training.student import untrained_student
+from store.kinds import MapSizes
 
 MOST_NUMBERS = 10**8
 """Of the maps of a batch, all blocks together; each takes 4 bytes, or 8 with what is stored of
 it."""
 
 
-@dataclass(frozen=True)
-class MapShape:
+class MapShape(MapSizes):
     """The shape of the maps of a teacher or a store."""
-
-    grid: tuple[int, int]
-    layers: int
-    heads: int
 
     @classmethod
     def of(cls, model: Any) -> MapShape:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import torch
 from timm.utils import ModelEmaV3
@@ -58,18 +58,6 @@ class BestEpoch(TypedDict):
     """The state_dict of :attr:`TrainingState.kept` after it."""
 
 
-class PerImageState(Protocol):
-    """The parameters of single images, which lie in files of their own."""
-
-    def commit(self) -> None: ...
-
-    def save(self, folder: Path, name: str) -> dict[str, Any]: ...
-
-    def load(self, folder: Path, saved: dict[str, Any]) -> None: ...
-
-    def remove_superseded(self, folder: Path) -> None: ...
-
-
 @dataclass
 class TrainingState(Generic[Network]):
     """Everything that a checkpoint holds. Random numbers follow from (seed, epoch), and the rate
@@ -80,7 +68,9 @@ class TrainingState(Generic[Network]):
     schedule: Any
     optim: OptimSettings
     precision: str = "float32"
-    per_image: PerImageState | None = None
+    per_image: Any = None
+    """The parameters of single images (:class:`gaupipe.teachers.image_state.ImageState`), which lie
+    in files of their own; None where a network has none."""
     identity: Identity = field(default_factory=dict)
     metrics: list[EpochMetrics] = field(default_factory=list)
     finished: bool = False
