@@ -175,7 +175,8 @@ class Names(Numbers):
         if values.dtype != np.uint8:
             raise BadNumbers(0, f"are {values.dtype}; store.pack_names makes them of text")
         for image, name in enumerate(_rows_as_bytes(values)):
-            if not name or 0 in name or not _is_utf8(name):
+            is_utf8 = name.decode(errors="ignore").encode() == name
+            if not name or 0 in name or not is_utf8:
                 raise BadNumbers(image, "is no UTF-8 text; store.pack_names makes them of text")
         return values
 
@@ -203,14 +204,6 @@ def unpack_names(packed: np.ndarray) -> list[str]:
 def _rows_as_bytes(packed: np.ndarray) -> list[bytes]:
     """Each row of bytes, without the zeros at its end."""
     return np.ascontiguousarray(packed).view(f"S{packed.shape[1]}")[:, 0].tolist()
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 _NAN = "has NaN; only finite numbers can be stored"

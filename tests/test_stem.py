@@ -19,7 +19,7 @@ from gaupipe.settings.load import load
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import build_network
-from gaupipe.teachers.trained import build_model
+from gaupipe.teachers.trained import TrainedVit
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student, untrained_student
 from gaupipe.vit.stem import STEMS, ConvPatchEmbed
@@ -226,7 +226,7 @@ def test_student_baseline_and_trained_teachers_have_the_stem(stem):
     for vit in (
         student_of(settings),
         untrained_student(settings, DIGITS),
-        build_model(settings, DIGITS),
+        TrainedVit.model(settings, DIGITS),
         teacher.vit,
     ):
         assert type(vit.patch_embed) is STEMS[stem]

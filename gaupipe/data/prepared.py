@@ -73,24 +73,21 @@ def folder_labels(paths: Sequence[Path], class_names: Sequence[str]) -> np.ndarr
     subset = infer_imagenet_subset({"num_classes": len(class_names)})
     if subset is not None:
         numbers = ImageNetInfo(subset).label_names()
-    parts = [name.split(", ") for name in class_names]
     known: dict[str, int] = {}
-    in_lower_case: dict[str, int] = {}
+    spelled_alike: dict[str, int] = {}
+    parts = [name.split(", ") for name in class_names]
     for names in ([[name] for name in class_names], parts, [[number] for number in numbers]):
         for label, synonyms in enumerate(names):
             for synonym in synonyms:
                 known.setdefault(synonym, label)
-                in_lower_case.setdefault(synonym.lower(), label)
-
-    def label_of(folder: str) -> int:
-        for labels, name in ((known, folder), (in_lower_case, folder.lower())):
-            for spelled in (name, name.replace("_", " ")):
-                if spelled in labels:
-                    return labels[spelled]
-        return UNLABELLED
-
+                spelled_alike.setdefault(_spelling(synonym), label)
     folders = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
-    return np.array([label_of(folder) for folder in folders], np.int64)
+    labels = [known.get(name, spelled_alike.get(_spelling(name), UNLABELLED)) for name in folders]
+    return np.array(labels, np.int64)
+
+
+def _spelling(name: str) -> str:
+    return name.replace("_", " ").lower()
 
 
 def image_files(paths: Sequence[Path]) -> Iterator[Path]:

@@ -88,7 +88,7 @@ class ModelTeacher(Teacher):
 
     @property
     def width(self) -> int:
-        return self.network.features
+        return int(self.network.model.num_features)
 
     def batches(self, split: Split, batch_size: int | None = None) -> Batches:
         settings = self.settings.data

@@ -146,6 +146,9 @@ def fit(
 ) -> Probe:
     """The probe of training images by their ``features`` [N, D] and ``labels`` [N]. The
     regularisation is that with the least cross-entropy out of fold."""
+    # only where a probe is fitted: scikit-learn takes most of a second of every start
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import log_loss
 
     folds = stratified(labels, seed)
@@ -156,7 +159,10 @@ def fit(
     scaled = (features - mean) / std
 
     def fitted(which: np.ndarray, strength: float) -> LogisticRegression:
-        model = regression(scaled[which], labels[which], strength)
+        model = LogisticRegression(C=strength, max_iter=MOST_ITERATIONS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # close enough to compare strengths
+            model.fit(scaled[which], labels[which])
         progress.advance(len(labels))
         return model
 
@@ -194,16 +200,6 @@ def stratified(labels: np.ndarray, seed: int) -> np.ndarray:
     folds = np.empty(len(labels), dtype=np.int64)
     folds[order] = np.arange(len(labels)) % FOLDS
     return folds
-
-
-def regression(features: np.ndarray, labels: np.ndarray, strength: float) -> LogisticRegression:
-    # only where a probe is fitted: scikit-learn takes most of a second of every start
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # close enough to compare strengths
-        return LogisticRegression(C=strength, max_iter=MOST_ITERATIONS).fit(features, labels)
 
 
 def class_rows(rows: np.ndarray) -> np.ndarray:

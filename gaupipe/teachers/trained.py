@@ -110,7 +110,9 @@ class TrainedVit(TrainedOnLabels):
 
     @classmethod
     def model(cls, settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
-        return build_model(settings, data, device)
+        torch.manual_seed(settings.seed)
+        changes = ("phase_a.teacher_args", settings.phase_a.teacher_args)
+        return build_vit(settings.model, data, "standard", device, changes)
 
     @property
     def shape(self) -> MapShape:
@@ -122,12 +124,3 @@ class TrainedVit(TrainedOnLabels):
 
     def weights(self) -> dict[str, Tensor]:
         return self.network.state_dict()
-
-
-def build_model(
-    settings: Settings, data: ImageData, device: str | None = None
-) -> VisionTransformer:
-    """A freshly started teacher ``vit``: the ViT of the settings with standard attention."""
-    torch.manual_seed(settings.seed)
-    changes = ("phase_a.teacher_args", settings.phase_a.teacher_args)
-    return build_vit(settings.model, data, "standard", device, changes)

@@ -59,10 +59,6 @@ class VitTeacher(ModelTeacher):
         return Outputs(self.probed(logits, features, wanted.image_ids), shown, features)
 
     @property
-    def width(self) -> int:
-        return int(self.network.model.num_features)
-
-    @property
     def kept_prefix(self) -> int:
         return int(self.network.kept_prefix)
 
