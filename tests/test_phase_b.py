@@ -323,7 +323,7 @@ def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     first, second = np.random.default_rng(1).permutation(1437), np.arange(1437)
     (one,), (other,) = list(shuffled.prefetch([first])), list(shuffled.prefetch([second]))
     own = maps.gather(second)
-    assert images.of_maps is not None and not (images.of_maps == second).any()
+    assert images.map_partners is not None and not (images.map_partners == second).any()
     assert not (other["gaussians"] == own["gaussians"]).reshape(1437, -1).all(1).any()
     assert np.array_equal(one["gaussians"], other["gaussians"][first])  # whatever the order
     assert np.array_equal(other["logits"], own["logits"])

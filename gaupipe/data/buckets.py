@@ -74,21 +74,18 @@ class Buckets:
             bucket: np.random.default_rng((seed, epoch, bucket)).permutation(self.members(bucket))
             for bucket in buckets
         }
+        batches: list[dict[int, np.ndarray]] = [{} for _ in range(self.steps(batch_size))]
         bounds = self._bounds(batch_size)
-        return [
-            {
-                bucket: ids[bounds[bucket, step] : bounds[bucket, step + 1]]
-                for bucket, ids in shuffled.items()
-            }
-            for step in range(self.steps(batch_size))
-        ]
+        for bucket, ids in shuffled.items():
+            for step, batch in enumerate(batches):
+                batch[bucket] = ids[bounds[bucket, step] : bounds[bucket, step + 1]]
+        return batches
 
     def counts_below(self, image_id: int, seed: int, epoch: int, batch_size: int) -> list[int]:
         """For every whole batch of an epoch, over all ranks, the images with ids below this one."""
         order = self.epoch(seed, epoch, batch_size, range(self.count))
-        return [
-            int(sum(np.count_nonzero(ids < image_id) for ids in parts.values())) for parts in order
-        ]
+        batches = [np.concatenate([*parts.values()]) for parts in order]
+        return [int((ids < image_id).sum()) for ids in batches]
 
     def batch_sizes(self, batch_size: int) -> list[int]:
         """Images in each whole batch of an epoch, over all ranks."""

@@ -177,12 +177,14 @@ def images_without_labels(
 ) -> tuple[list[str], TarMembers]:
     """The names and bytes of all images in the ``archives`` of one place. Raises UserError for an
     archive that is not whole, and where none holds an image."""
-    members = [
-        Member(name if len(archives) == 1 else f"{archive.path.stem}/{name}", "", number, *place)
-        for number, archive in enumerate(archives)
-        for name, *place in _files_in(archive.path)
-        if is_image(name)
-    ]
+    members = []
+    for number, archive in enumerate(archives):
+        folder = ""
+        if len(archives) > 1:  # two may have files of one name
+            folder = f"{archive.path.stem}/"
+        for name, offset, size in _files_in(archive.path):
+            if is_image(name):
+                members.append(Member(f"{folder}{name}", "", number, offset, size))
     if not members:
         raise UserError(f"{root}: no image that Pillow reads is in there")
     members.sort()  # image ids are places in this order, which how tar packed them plays no part in

@@ -250,12 +250,12 @@ def plan_epochs(
     epochs = []
     for epoch, gamma in enumerate(phase.gammas(count)):
         alpha = phase.alpha if epoch < (phase.alpha_epochs or count) else 0.0
-        of_epoch = StoredOfEpoch(images, epoch, with_maps=gamma > 0)
+        reader = StoredOfEpoch(images, epoch, with_maps=gamma > 0)
         # once a store of views has nothing to say, there is no need to see its views again
-        if of_epoch.view is not None and not gamma and not alpha:
+        if reader.view is not None and not gamma and not alpha:
             epochs.append(EpochPlan())
             continue
-        epochs.append(EpochPlan(gamma, alpha, stored=of_epoch))
+        epochs.append(EpochPlan(gamma, alpha, stored=reader))
     return epochs
 
 
@@ -354,12 +354,12 @@ class StoredImages:
         self.maps = maps
         self.predictions = predictions
         self.count = len(maps) // maps.schema.views
-        self.of_maps: np.ndarray | None = None
-        self.of_predictions: np.ndarray | None = None
+        self.map_partners: np.ndarray | None = None
+        self.prediction_partners: np.ndarray | None = None
         if phase.shuffle_maps:
-            self.of_maps = other_images(self.count, seed)
+            self.map_partners = other_images(self.count, seed)
         if phase.shuffle_predictions:
-            self.of_predictions = other_images(self.count, seed)
+            self.prediction_partners = other_images(self.count, seed)
 
     def views(self, with_maps: bool) -> int:
         """The number of views that epochs use in turn, with or without their maps."""
@@ -372,11 +372,11 @@ class StoredImages:
         are read alone: maps are by far the largest arrays."""
         schema = self.maps.schema
         names = [*schema.store_kind.arrays(schema)] if with_maps else []
-        entries = entries_of(image_ids, self.maps, view, self.of_maps)
-        if self.maps is self.predictions and self.of_maps is self.of_predictions is None:
+        entries = entries_of(image_ids, self.maps, view, self.map_partners)
+        if self.maps is self.predictions and self.map_partners is self.prediction_partners is None:
             return self.maps.gather(entries, [*names, "logits"])  # in one read
         maps = self.maps.gather(entries, names)
-        entries = entries_of(image_ids, self.predictions, view, self.of_predictions)
+        entries = entries_of(image_ids, self.predictions, view, self.prediction_partners)
         return maps | self.predictions.gather(entries, ["logits"])
 
 

@@ -98,13 +98,14 @@ def copy(teacher: dict[str, Tensor], student: VisionTransformer) -> None:
         if teacher["pos_embed"].shape == student.pos_embed.shape:
             parts["pos_embed"] = student.pos_embed
         teacher = {**teacher, "pos_embed": positions_like(parts["pos_embed"], teacher)}
-    values = (".attn.v.weight", ".attn.qkv.weight")
-    sizes = {name: part.shape for name, part in parts.items()}
-    differs = [
-        name
-        for name, tensor in teacher.items()
-        if sizes.get(name, None if name.endswith(values) else tensor.shape) != tensor.shape
-    ]
+    values = (".attn.v.weight", ".attn.qkv.weight")  # one of which every student has
+    differs = []
+    for name, tensor in teacher.items():
+        fits = not name.endswith(values)
+        if name in parts:
+            fits = parts[name].shape == tensor.shape
+        if not fits:
+            differs.append(name)
     projections = [f"blocks.{layer}.attn.proj.weight" for layer in range(len(student.blocks))]
     differs += [name for name in projections if name not in teacher]
     if any(name.endswith(".attn.qkv.weight") for name in teacher) and any(

@@ -247,14 +247,19 @@ def check_sizes(folder: Path, weights: Path) -> None:
     """Raises ValueError unless a folder's config.json describes a model with these ``weights``:
     timm adapts weights to another size without a word. The meta device takes no memory, but timm
     lists all blocks, for which a depth of millions takes minutes."""
-    stored = load_state_dict(str(weights))
+    stored = _shapes(load_state_dict(str(weights)))
     arguments = json.loads((folder / "config.json").read_bytes()).get("model_args") or {}
     depth = arguments.get("depth", 0)
     if depth > len(stored):
         raise ValueError(f"model_args.depth is {depth}, of {len(stored)} arrays in {weights.name}")
     with torch.device("meta"):
-        built = timm.create_model(f"{LOCAL}{folder}").state_dict()
+        built = _shapes(timm.create_model(f"{LOCAL}{folder}").state_dict())
     for name in sorted(built.keys() | stored.keys()):
-        here, there = (tuple(of[name].shape) if name in of else None for of in (built, stored))
+        here = built.get(name)
+        there = stored.get(name)
         if here != there:
             raise ValueError(f"{name} is {there} in {weights.name}, {here} by config.json")
+
+
+def _shapes(weights: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
