@@ -101,7 +101,7 @@ def teacher_of_store(url: str, run_dir: Path | None) -> Teacher:
         return open_model(str(notes.teacher), files, image_size=size)[0]
     if run_dir is None:
         folder = store.local_folder(url)
-        if folder is None:
+        if folder is None or not RunDirectory(folder.parent).config.is_file():
             raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
         run_dir = folder.parent
     directory = RunDirectory(run_dir)

@@ -226,6 +226,8 @@ def test_verify_runs_the_teacher_again(run, in_process):
     maps.rename(run.parent / "elsewhere.zarr")
     elsewhere = ("verify", run.parent / "elsewhere.zarr", "--teacher")
     assert in_process(*elsewhere, "--run-dir", run, "--sample", 1)[0] == 0
+    code, _, err = in_process(*elsewhere)
+    assert code == 2 and "elsewhere.zarr: --teacher needs the --run-dir of the teacher" in err
 
 
 @pytest.mark.parametrize("name", ["gaussians", "logits", "labels"])
