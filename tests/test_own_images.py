@@ -269,6 +269,17 @@ def test_copies_among_the_images_without_labels_count_for_no_choice(tmp_path, ca
     assert settings_for(tmp_path / "mine", overrides, tmp_path / "run")[1] == lines
 
 
+def test_a_class_of_one_image_is_refused_before_anything_is_chosen(tmp_path):
+    mine = photos(tmp_path / "mine" / "train").parent
+    for number in range(1, 12):
+        (mine / "train" / "cat" / f"{number}.png").unlink()
+    with pytest.raises(UserError, match="such as 'cat', and cannot be split: add .* folder 'val'"):
+        settings_for(mine, (), tmp_path / "run")
+    photos(mine / "val", classes=["dog"], count=1)
+    settings_for(mine, (), tmp_path / "run")
+    assert sorted(load_photos(mine).train.labels) == [0] + 12 * [1]
+
+
 def load_photos(root, **more):
     return load_data(DataSettings(name="folder", root=root, image_size=8, **more))
 

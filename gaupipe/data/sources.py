@@ -20,6 +20,7 @@ from gaupipe.data.folder import FolderFacts, check_classes, find_classes, find_s
 from gaupipe.data.hfds import rows_with_labels
 from gaupipe.data.images import ArrayImages, FileImages, Source, as_asked
 from gaupipe.data.packed import Images, sources_of
+from gaupipe.data.stratified import check_pairs
 from gaupipe.data.tar import find_archives, images_in
 from gaupipe.data.unlabelled import open_unlabelled, without_copies
 from gaupipe.settings import DataSettings
@@ -77,7 +78,8 @@ def facts_of(
     """Looks at images in files, ``unlabelled`` at those without labels too, for which all files are
     read: which of them are copies is in their bytes. Otherwise no pixels are read, and files that
     are no images are passed over, because whoever reads all of them says which these are. Raises
-    UserError for a place that cannot be meant, and where none of the sampled files is an image."""
+    UserError for a place that cannot be meant, for a class that cannot be split, and where none of
+    the sampled files is an image."""
     train, val, test = open_sources(settings, download)
     others = None
     if unlabelled:
@@ -85,6 +87,8 @@ def facts_of(
     if others is not None:
         others = without_copies(others, [train, val, test])
     assert isinstance(train, FileImages)
+    if val is None:
+        check_pairs(train.labels, train.class_names, "data.val_fraction")
     sampled = dict.fromkeys(i * len(train) // SAMPLE for i in range(SAMPLE))
     sizes = []
     refusal = None

@@ -22,7 +22,7 @@ from torch import Tensor
 from gaupipe.data.folder import check_spelling
 from gaupipe.data.images import UNLABELLED, FileImages, Source, are_among
 from gaupipe.data.sources import open_sources
-from gaupipe.data.stratified import stratified_split
+from gaupipe.data.stratified import check_pairs, stratified_split
 from gaupipe.data.unlabelled import JoinedImages, open_unlabelled, without_copies
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
@@ -449,14 +449,8 @@ def _stratified(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Splits positions class by class into (rest, share), each sorted; always the same way."""
     labels = source.labels[positions]
-    classes, counts = np.unique(labels, return_counts=True)
-    if counts.min() == 1:
-        single = int(classes[counts.argmin()])
-        name = source.class_names[single] if source.class_names else single
-        raise UserError(
-            f"{setting}: {(counts == 1).sum()} of {len(counts)} classes have one image alone, such "
-            f"as {str(name)!r}: a class that is to be split should have two"
-        )
+    check_pairs(labels, source.class_names, setting)
+    classes = np.unique(labels)
     count = math.ceil(share * len(positions)) if isinstance(share, float) else share
     if min(count, len(positions) - count) < len(classes):
         raise UserError(

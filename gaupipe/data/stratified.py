@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from gaupipe.system.errors import UserError
+
+
+def check_pairs(labels: np.ndarray, class_names: Sequence[str], setting: str) -> None:
+    """Raises UserError where :func:`stratified_split` could not divide a class, which has one
+    image. ``setting`` is what asks for the split."""
+    classes, counts = np.unique(labels, return_counts=True)
+    if counts.min() > 1:
+        return
+    single = int(classes[counts.argmin()])
+    name = class_names[single] if class_names else single
+    remedy = "add a second image, or leave the class out"
+    if setting == "data.val_fraction":
+        remedy += ", or put validation images of your own into a folder 'val' beside 'train'"
+    raise UserError(
+        f"{setting}: {(counts == 1).sum()} of {len(counts)} classes have one image alone, such as "
+        f"{str(name)!r}, and cannot be split: {remedy}"
+    )
 
 
 def stratified_split(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
