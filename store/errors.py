@@ -15,7 +15,8 @@ class DamagedStore(StoreError):
 
 
 def damaged(url: str, what: str) -> DamagedStore:
-    return DamagedStore(f"{url}: {what}; repair it with gaupipe export-maps --repair")
+    remedy = "repair it with gaupipe export-maps --repair, or store.repair"
+    return DamagedStore(f"{url}: {what}; {remedy}")
 
 
 class OtherVersion(StoreError):

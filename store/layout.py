@@ -181,8 +181,9 @@ def refuse_lost_shards(layout: Layout, manifest: Manifest, url: str) -> None:
                 raise damaged(url, f"{MANIFEST} does not name the {name} of {images}")
 
 
-def incomplete(url: str) -> UnfinishedStore:
-    return UnfinishedStore(f"{url}: the store is incomplete; continue with gaupipe export-maps")
+def incomplete(url: str, what: str = "the store is incomplete") -> UnfinishedStore:
+    remedy = "continue with gaupipe export-maps, or store.create(..., resume=True)"
+    return UnfinishedStore(f"{url}: {what}; {remedy}")
 
 
 def images_fitting(schema: Schema, shard_bytes: int) -> int:

@@ -114,8 +114,8 @@ class Store:
         in the order asked.
 
         float16, labels int64, keys uint8 or uint16, names uint8 (see `unpack_names`). Raises
-        StoreError for an id out of range and CorruptChunk, with the image id, when what is stored
-        for one of them is damaged or missing.
+        StoreError for an id out of range, UnfinishedStore for an image that is not written yet, and
+        CorruptChunk, with the image id, when what is stored for one of them is damaged or missing.
         """
         ids = self._check_ids(image_ids)
         names = self._check_names(names)
@@ -178,7 +178,9 @@ class Store:
                 f"the store has images 0 to {len(self) - 1}"
             )
         if not self.complete:
-            self._refuse_absent(self._layout.names[0], ids, ~self._finished[ids])
+            unwritten = ~self._finished[ids]
+            if unwritten.any():
+                raise incomplete(self.url, f"image {ids[unwritten.argmax()]} is not written yet")
         return ids
 
     def _check_names(self, names: Iterable[str] | None) -> list[str]:
@@ -243,9 +245,6 @@ class Store:
         absent = first == fill
         if np.isnan(fill):
             absent = np.isnan(first)
-        self._refuse_absent(name, ids, absent)
-
-    def _refuse_absent(self, name: str, ids: np.ndarray, absent: np.ndarray) -> None:
         if absent.any():
             raise self._corrupt(name, int(ids[absent.argmax()]), "nothing is stored")
 
@@ -272,7 +271,7 @@ class Store:
             needs_repair = f"shard {shard.index}"
         return CorruptChunk(
             f"{self.url}: {name} of {lost} cannot be read: {what}; {needs_repair} needs gaupipe "
-            "export-maps --repair",
+            "export-maps --repair, or store.repair",
             image_id,
             name,
         )

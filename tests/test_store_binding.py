@@ -102,8 +102,7 @@ def test_unfinished_shards_are_not_read(tmp_path):
     maps = store.open(tmp_path / "s", allow_incomplete=True)
     assert np.array_equal(maps.gather([5, 3])["labels"], arrays["labels"][[5, 3]])
     for image in (0, 6):
-        message = f"image {image} cannot be read: nothing is stored"
-        with pytest.raises(store.CorruptChunk, match=message):
+        with pytest.raises(store.UnfinishedStore, match=f"image {image} is not written yet"):
             maps.gather([4, image])
 
 
