@@ -31,7 +31,7 @@ def run_main(*arguments, cwd=None) -> int:
 
 FRESH = """
 import json, os, sys
-import sklearn.datasets, timm, torch._dynamo
+import timm
 
 for folder, command in json.loads(sys.argv[1]):
     child = os.fork()
@@ -52,8 +52,8 @@ for folder, command in json.loads(sys.argv[1]):
 
 def in_new_processes(*commands: tuple[Path, list[str] | str]) -> str:
     """Stdout of commands and of Python programs, one after the other, each in a folder and in a
-    process that nothing of gaupipe has been imported in; none may fail. They share the imports of
-    torch, timm and scikit-learn, which take seconds."""
+    process that nothing of gaupipe has been imported in; none may fail. They share the import of
+    timm, which takes seconds."""
     told = json.dumps([(str(folder), command) for folder, command in commands])
     done = subprocess.run([sys.executable, "-P", "-c", FRESH, told], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
@@ -20,19 +19,9 @@ from gaupipe.models import forward_with_maps, run_blocks
 from gaupipe.teachers.base import MapShape
 from gaupipe.teachers.local import LocalMaps
 from oracles import divergence, equation_9
+from vits import gradients, pico
 
 B, L, H, GRID = 3, 2, 4, (4, 4)
-
-
-def student(attention: str = "standard", depth: int = L, **options) -> torch.nn.Module:
-    torch.manual_seed(0)
-    if attention == "prior":
-        attention, options = "standard", {**options, "attention_options": {"prior": True}}
-    sizes = dict(depth=depth, embed_dim=32, in_chans=1)
-    model = timm.create_model("gauvit_pico_patch2_8", attention=attention, **sizes, **options)
-    for parameter in model.parameters():  # away from a start at which all rows are uniform
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
 
 
 def gaussians(heads: int = H, tokens: int = 16) -> torch.Tensor:
@@ -51,12 +40,6 @@ def teacher_maps(stored: torch.Tensor, form: str = "gaussian", **options) -> Tea
     return TeacherMaps(attention, **{"layers": [0, 1], "grid": GRID, **options})
 
 
-def gradients(model, loss) -> list[torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
 @pytest.mark.parametrize("attention", [*STUDENTS, "prior"])
 @pytest.mark.parametrize(
     "temperature,name",
@@ -64,7 +47,7 @@ def gradients(model, loss) -> list[torch.Tensor]:
 )
 @pytest.mark.parametrize("form", ["gaussian", "maps"])
 def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature, name, form):
-    model, images, labels = student(attention), torch.randn(B, 1, 8, 8), torch.tensor([1, 2, 3])
+    model, images, labels = pico(attention), torch.randn(B, 1, 8, 8), torch.tensor([1, 2, 3])
     stored, hidden = gaussians(), None
     if attention == "attentionx":
         hidden = torch.eye(16, dtype=torch.bool)
@@ -88,7 +71,7 @@ def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature,
 
 @pytest.mark.parametrize("attention", ["attentionx", "gaussian", "prior"])
 def test_the_pass_compiles_without_graph_breaks(attention):
-    model, images, stored = student(attention, depth=1), torch.randn(B, 1, 8, 8), gaussians()
+    model, images, stored = pico(attention, depth=1), torch.randn(B, 1, 8, 8), gaussians()
 
     def loss(images: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         return FeatureLoss(model)(images, teacher_maps(stored, layers=[1]))[1]
@@ -128,7 +111,7 @@ PREFIXES = {
 @pytest.mark.parametrize("attention", comparing())
 def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tokens, name):
     """The value against numpy, the gradient against a difference along a random direction."""
-    model, stored = student(attention, **PREFIXES[tokens]).double(), gaussians()
+    model, stored = pico(attention, **PREFIXES[tokens]).double(), gaussians()
     images = torch.randn(B, 1, 8, 8).double()
     teacher = [expected_map(stored[:, layer], GRID).double().numpy() for layer in range(L)]
 
@@ -157,7 +140,7 @@ def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tok
 
 
 def test_a_layer_map_and_mean_heads_and_a_dense_store():
-    images, stored, model = torch.randn(B, 1, 8, 8), gaussians(heads=2), student(depth=3)
+    images, stored, model = torch.randn(B, 1, 8, 8), gaussians(heads=2), pico(depth=3)
     rows, expected = forward_with_maps(model, images)[1], 0.0
     for own, theirs in ((0, 1), (2, 0)):
         mean = expected_map(stored[:, theirs], GRID).mean(1, keepdim=True)
@@ -180,7 +163,7 @@ def test_a_grid_of_another_shape_gives_rows():
 )
 def test_the_mean_over_all_draws_of_queries_is_the_loss_over_all(attention, temperature, direction):
     """And its gradient: each of the 16 queries alone, and none of them, which is all."""
-    model = student(**PREFIXES[attention]) if attention in PREFIXES else student(attention)
+    model = pico(**PREFIXES[attention]) if attention in PREFIXES else pico(attention)
     images = torch.randn(B, 1, 8, 8)
     loss = FeatureLoss(model.double(), temperature, direction)
     results = []
@@ -195,7 +178,7 @@ def test_the_mean_over_all_draws_of_queries_is_the_loss_over_all(attention, temp
 
 @pytest.mark.parametrize("queries", [None, torch.arange(8)], ids=["all", "some"])
 def test_no_map_is_kept_for_the_gradient(queries):
-    model = student(img_size=32)  # 256 tokens
+    model = pico(img_size=32)  # 256 tokens
     maps = LocalMaps(MapShape.of(model), [1.0] * H)
     teacher = TeacherMaps(maps, [0, 1], maps.grid, queries=queries)
     kept = []

@@ -29,7 +29,8 @@ SMALL = sets(
 )
 
 
-def save_convolutions(folder):
+def save_convolutions(folder, seed=0):
+    torch.manual_seed(seed)
     model = timm.create_model("test_resnet", num_classes=7)
     model.pretrained_cfg["input_size"] = (3, 32, 32)
     save_for_hf(model, str(folder), model_args={"num_classes": 7})
@@ -86,9 +87,15 @@ def test_it_learns_the_labels_and_predicts_the_rest(given, images, tmp_path, in_
     assert model.num_classes == data.num_classes
 
 
-def test_a_kill_between_epochs_loses_nothing(given, images, tmp_path):
-    teacher, _ = given
-    training = ["phase-a", "--data", str(images), *sets(f"phase_a.teacher={teacher}"), *SMALL]
+@pytest.fixture
+def training(images, tmp_path):
+    """A phase A that fine-tunes convolutions, whose folder is ``given``."""
+    save_convolutions(tmp_path / "given")
+    teacher = sets(f"phase_a.teacher=local-dir:{tmp_path / 'given'}")
+    return ["phase-a", "--data", str(images), *teacher, *SMALL]
+
+
+def test_a_kill_between_epochs_loses_nothing(training, tmp_path):
     run_dir = ["--run-dir", str(tmp_path / "whole")]
     assert run_main(*training, *run_dir) == 0
     run_dir = ["--run-dir", str(tmp_path / "cut")]
@@ -99,18 +106,10 @@ def test_a_kill_between_epochs_loses_nothing(given, images, tmp_path):
     assert whole.teacher_digest() == cut.teacher_digest()
 
 
-def test_other_weights_are_not_resumed(given, images, tmp_path, in_process):
-    teacher, shows_maps = given
-    command = ["phase-a", "--data", images, *sets(f"phase_a.teacher={teacher}"), *SMALL]
-    assert in_process(*command, "--run-dir", tmp_path / "run")[0] == 0
-    folder = teacher.removeprefix("local-dir:")
-    if shows_maps:
-        model = small(num_classes=7)
-        torch.nn.init.ones_(model.head.weight)
-        save_student(model, folder, mean=(0.2,) * 3, std=(0.3,) * 3)
-    else:
-        save_convolutions(folder)  # other random ones
-    code, _, err = in_process(*command, "--run-dir", tmp_path / "run", "--resume")
+def test_other_weights_are_not_resumed(training, tmp_path, in_process):
+    assert in_process(*training, "--run-dir", tmp_path / "run")[0] == 0
+    save_convolutions(tmp_path / "given", seed=1)
+    code, _, err = in_process(*training, "--run-dir", tmp_path / "run", "--resume")
     assert code == 2 and "the weights in" in err
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 import yaml
 from torch.nn.functional import cross_entropy
@@ -21,6 +20,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
 from gaupipe.teachers.base import MapShape
 from gaupipe.teachers.local import LocalMaps, LocalTeacher, wrong_places
+from vits import gradients, pico
 
 STDS = [0.7, 1.5, 3.0, 0.7]
 
@@ -56,21 +56,6 @@ def test_wrong_places_are_a_permutation_that_moves_every_query():
         assert (places != torch.arange(tokens)).all()
 
 
-def student(attention: str, **options) -> torch.nn.Module:
-    torch.manual_seed(0)
-    sizes = dict(depth=2, embed_dim=32, in_chans=1, num_heads=4)
-    model = timm.create_model("gauvit_pico_patch2_8", attention=attention, **sizes | options)
-    for parameter in model.parameters():  # away from a start at which all rows are uniform
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def gradients(model, loss) -> list[torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
 TOKENS = dict(class_token=True, reg_tokens=2)
 
 
@@ -87,7 +72,7 @@ TOKENS = dict(class_token=True, reg_tokens=2)
 )
 @pytest.mark.parametrize("heads", [None, "mean"])
 def test_loss_and_gradients_are_those_of_the_definition(attention, options, grid, heads):
-    model, labels = student(attention, **options), torch.tensor([1, 2, 3])
+    model, labels = pico(attention, **options), torch.tensor([1, 2, 3])
     images = torch.randn(3, 1, *model.patch_embed.img_size)
     prefix = model.num_prefix_tokens
     target = torch.from_numpy(oracle(grid, STDS))
@@ -245,7 +230,7 @@ def test_an_attention_without_maps_is_refused():
     class Blind(StudentAttention):
         compares = False
 
-    model = student("standard")
+    model = pico("standard")
     model.blocks[0].attn = Blind(32, 4)
     with pytest.raises(UserError, match=r"Blind compares no queries .* set phase_b.gamma=0"):
         constant_maps(teacher_of(load("digits_expected", ["phase_a.teacher=local"])), model)

@@ -208,21 +208,27 @@ def test_a_store_has_a_card_that_its_owner_may_edit(run):
 # ---- the example that reads an ONNX file ---------------------------------------------------------
 
 
-@pytest.fixture
-def example(tmp_path, monkeypatch):
-    """The example's code, and how far the probabilities of code are from those of ``gaupipe
-    predict``, which has timm prepare photo.png or photo.jpg in the working directory."""
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder with a student, and with its ONNX file."""
+    folder = tmp_path_factory.mktemp("onnx")
     torch.manual_seed(0)
     sizes = dict(img_size=32, patch_size=4, num_classes=3, in_chans=3)
     model = timm.create_model("gauvit_pico_patch2_8", **sizes)
     torch.nn.init.normal_(model.head.weight)  # every pixel matters
-    names = ["ant", "bee", "cat"]
     scaling = dict(mean=(0.5, 0.4, 0.3), std=(0.1, 0.2, 0.3), interpolation="bilinear")
-    save_student(model, tmp_path / "student", names, crop_pct=1.0, crop_mode="center", **scaling)
-    content, _ = to_onnx(load_folder(tmp_path / "student", ""), torch.zeros(2, 3, 32, 32))
-    (tmp_path / "student.onnx").write_bytes(content)
+    cropped = dict(crop_pct=1.0, crop_mode="center")
+    save_student(model, folder / "student", ["ant", "bee", "cat"], **cropped, **scaling)
+    content, _ = to_onnx(load_folder(folder / "student", ""), torch.zeros(2, 3, 32, 32))
+    (folder / "student.onnx").write_bytes(content)
+    return folder
 
-    monkeypatch.chdir(tmp_path)
+
+@pytest.fixture
+def example(exported, monkeypatch):
+    """The example's code, and how far the probabilities of code are from those of ``gaupipe
+    predict``, which has timm prepare photo.png or photo.jpg in the working directory."""
+    monkeypatch.chdir(exported)
 
     def difference(code, photo):
         [prediction] = predict.run("student", [Path(photo)], top=3)
@@ -231,7 +237,8 @@ def example(tmp_path, monkeypatch):
         seen: dict = {}
         exec(code, seen)
         got = dict(zip(seen["about"]["label_names"], seen["probabilities"], strict=True))
-        return max(abs(got[name] - expected[name]) for name in names)
+        assert got.keys() == expected.keys()
+        return max(abs(got[name] - expected[name]) for name in got)
 
     code = (Path(__file__).parent.parent / "examples/predict_onnx.py").read_text()
     return code, difference

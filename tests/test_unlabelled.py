@@ -273,7 +273,7 @@ def test_a_training_on_labels_never_looks_at_images_without(mine, in_process, tm
 
 def test_the_baseline_of_a_run_is_the_same_without_them(mine, in_process, tmp_path):
     for name in ("with", "without"):
-        same = sets("augment.randaugment=null", "phase_a.teacher=resnet", "train.epochs=1")
+        same = sets("augment.randaugment=null", "phase_a.teacher=resnet", "phase_a.max_epochs=1")
         call = "run", "--data", "mine", *TINY, *same, "--run-dir", name
         code, _, err = in_process(*call, cwd=tmp_path)
         assert code == 0, err

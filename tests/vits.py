@@ -39,3 +39,22 @@ def small(name: str = TINY, size: int = 32, **arguments) -> torch.nn.Module:
     """A timm model of this name with two narrow blocks, random."""
     sizes = {"img_size": size, "num_classes": 5, "depth": 2, "embed_dim": 48, "num_heads": 3}
     return randomised(timm.create_model(name, **{**sizes, **arguments}), std=0.1, vectors=True)
+
+
+def pico(attention: str = "standard", **options) -> torch.nn.Module:
+    """A ViT of ours for grey images, with two blocks of four heads; ``prior`` is standard attention
+    with Gaussians."""
+    torch.manual_seed(0)
+    if attention == "prior":
+        attention, options = "standard", {**options, "attention_options": {"prior": True}}
+    sizes = dict(depth=2, embed_dim=32, in_chans=1)
+    model = timm.create_model("gauvit_pico_patch2_8", attention=attention, **sizes | options)
+    for parameter in model.parameters():  # away from a start at which all rows are uniform
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
