@@ -82,22 +82,30 @@ class Files:
     def write(self, key: str, data: bytes) -> None:
         self.write_all({key: data})
 
-    def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Writes several files at once; returns when all of them are safe."""
-        writes = [self._kvstore.write(key, data) for key, data in files.items()]
-        for write in writes:
-            self.wait(write)
+    def write_all(
+        self, files: Mapping[str, bytes], seen: Mapping[str, bytes | None] | None = None
+    ) -> bool:
+        """Writes several files at once; returns when all of them are safe. A file that is no longer
+        as it was `seen` by :meth:`generations` is left alone, and the answer is False."""
+        seen = seen or {}
+        writes = [
+            self._kvstore.write(key, data, if_equal=seen.get(key)) for key, data in files.items()
+        ]
+        written = [bool(self.wait(write).generation) for write in writes]
         if self.folder is not None:
             self._flush_folders(self.folder, files)
+        return all(written)
+
+    def generations(self, keys: Iterable[str]) -> dict[str, bytes | None]:
+        """What changes with each file, whether it is there or not; no content is read."""
+        reads = {key: self._kvstore.read(key, byte_range=slice(0, 0)) for key in keys}
+        return {key: self.wait(read).stamp.generation for key, read in reads.items()}
 
     def create(self, key: str, data: bytes) -> None:
         """Writes a file unless there is one: of several processes the first one does."""
-        found = self.wait(self._kvstore.read(key))
-        if found.state == "value":
-            return
-        self.wait(self._kvstore.write(key, data, if_equal=found.stamp.generation))
-        if self.folder is not None:
-            self._flush_folders(self.folder, [key])
+        seen = self.generations([key])
+        if self.read(key) is None:
+            self.write_all({key: data}, seen)
 
     def list(self, prefix: str = "") -> list[str]:
         """The names of all files whose name starts with `prefix`, sorted."""

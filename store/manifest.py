@@ -10,8 +10,8 @@ It is the zarr group `manifest`, without arrays. Its attributes are
 While a store is written, several processes add to it. So each finished shard has its entry in a
 file of its own, `manifest/finished/WRITING-SHARD`, which is written last and marks the shard as
 finished. `Writer.finish` gathers these files into the manifest and deletes them. A store that is
-begun anew is written under a new name; so a shard that a process still finishes for the store that
-was there before does not count, on object storage as well, which knows no locks.
+begun anew is written under a new name; so whatever a process still does for the store that was
+there before does not count, on object storage as well, which knows no locks.
 """
 
 from __future__ import annotations

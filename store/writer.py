@@ -46,7 +46,8 @@ class Writer:
 
     A shard is finished once its files are safely on the disk and its entry of the manifest is as
     well. What a killed process had begun is pending again, and is replaced whole. Once another
-    process has begun the store anew, every method that writes raises StoreError.
+    process has begun the store anew, every method that writes raises StoreError, and no write that
+    is still under way arrives.
     """
 
     def __init__(self, files: Files, layout: Layout, manifest: Manifest):
@@ -109,10 +110,16 @@ class Writer:
             key = self._layout.shard_key(name, shard.index)
             encoded[name] = encode_shard(self._metadata[name], key, shard, stored)
         files = {self._layout.shard_file(name, shard.index): data for name, data in encoded.items()}
-        writing = self._check_same().writing
-        if writing is None:  # the store has become complete, with this shard in it
-            return
-        self._files.write_all(files)
+        # Another process may begin the store anew between the look whose store it is and the write.
+        # No lock is held meanwhile, as object stores have none; but a write arrives only where the
+        # files are as they were before the look. Where they are not, both are repeated.
+        while True:
+            seen = self._files.generations(files)
+            writing = self._check_same().writing
+            if writing is None:  # the store has become complete, with this shard in it
+                return
+            if self._files.write_all(files, seen):
+                break
         # last: from now on the shard is finished
         write_entry(self._files, writing, shard.index, encoded)
 
@@ -134,18 +141,23 @@ class Writer:
         """Declares the store complete, and removes what killed writes have left; if this process is
         not `alone` with the store, what is older than :data:`LONGEST_WRITE`. Raises StoreError
         while a shard is pending."""
-        finished = finished_shards(self._files)
-        self._check_same()
-        pending = [shard for shard in self.shards if shard.index not in finished]
-        if pending:
-            raise StoreError(
-                f"{self.url}: {len(pending)} of {len(self.shards)} shards are not written yet, "
-                f"first images {pending[0].start} to {pending[0].stop - 1}; continue the export"
-            )
-        self._manifest = dataclasses.replace(self._manifest, shards=finished, writing=None)
-        self._layout = dataclasses.replace(self._layout, complete=True)
-        self._files.write(MANIFEST, self._manifest.to_file())
-        self._files.write(ROOT, self._layout.root_file())
+        while True:  # again where another process of this export was quicker
+            seen = self._files.generations([MANIFEST, ROOT])
+            finished = finished_shards(self._files)
+            self._check_same()
+            pending = [shard for shard in self.shards if shard.index not in finished]
+            if pending:
+                raise StoreError(
+                    f"{self.url}: {len(pending)} of {len(self.shards)} shards are not written yet, "
+                    f"first images {pending[0].start} to {pending[0].stop - 1}; continue the export"
+                )
+            manifest = dataclasses.replace(self._manifest, shards=finished, writing=None)
+            layout = dataclasses.replace(self._layout, complete=True)
+            written = self._files.write_all({MANIFEST: manifest.to_file()}, seen)
+            if written and self._files.write_all({ROOT: layout.root_file()}, seen):
+                break
+        self._manifest = manifest
+        self._layout = layout
         self.drop_entries()
         self._files.remove_locks(0 if alone else LONGEST_WRITE)
 

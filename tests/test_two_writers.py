@@ -1,11 +1,15 @@
 """Two exports at one place, of which one begins the store anew: what comes out is whole and of one
-of them."""
+of them, however late the other's writes arrive."""
+
+import contextlib
+from unittest.mock import patch
 
 import pytest
 
 import store
 from store.files import Files
-from stores import assert_stored, make_arrays, make_schema
+from store.manifest import finished_shards
+from stores import assert_stored, make_arrays, make_schema, write_store
 
 EARLIER = make_schema(teacher_sha256="a" * 64)
 LATER = make_schema(teacher_sha256="b" * 64)
@@ -25,6 +29,10 @@ def url(request, tmp_path):
 def write(writer, shard):
     arrays = ARRAYS[writer.schema.teacher_sha256]
     writer.write(shard, {name: rows[shard.start : shard.stop] for name, rows in arrays.items()})
+
+
+def replaced(url, schema=LATER):
+    return write_store(url, schema, ARRAYS[schema.teacher_sha256], overwrite=True, **SHARDS)
 
 
 def assert_whole(url, schema):
@@ -47,6 +55,50 @@ def test_an_export_that_was_replaced_stops(url):
         write(later, shard)
     later.finish()
     assert_whole(url, LATER)
+
+
+@pytest.mark.parametrize("schema", [EARLIER, LATER])
+def test_a_write_that_arrives_late_changes_nothing(url, schema):
+    """It was under way when the other export began, and that has finished since."""
+    earlier = store.create(url, EARLIER, **SHARDS)
+    write_all = Files.write_all
+
+    def late(files, contents, *seen):
+        late_call.stop()
+        replaced(url, schema)
+        return write_all(files, contents, *seen)
+
+    late_call = patch.object(Files, "write_all", late)
+    late_call.start()
+    stops = pytest.raises(store.StoreError, match="another process has begun the store anew")
+    if schema == EARLIER:  # all is there that it would have written
+        stops = contextlib.nullcontext()
+    with stops:
+        write(earlier, earlier.shards[0])
+    assert_whole(url, schema)
+
+
+@pytest.mark.parametrize("schema", [EARLIER, LATER])
+def test_a_late_finish_completes_nothing(url, schema):
+    """The other export has begun between the last look at the store and its last write."""
+    earlier = store.create(url, EARLIER, **SHARDS)
+    for shard in earlier.shards:
+        write(earlier, shard)
+
+    def late(files):
+        shards = finished_shards(files)
+        late_call.stop()
+        store.create(url, schema, overwrite=True, **SHARDS)
+        return shards
+
+    late_call = patch("store.writer.finished_shards", late)
+    late_call.start()
+    with pytest.raises(store.StoreError):
+        earlier.finish()
+    with pytest.raises(store.StoreError):
+        store.open(url)
+    write_store(url, schema, ARRAYS[schema.teacher_sha256], resume=True)
+    assert_whole(url, schema)
 
 
 def test_two_of_the_same_export_write_the_same_shards(url):
