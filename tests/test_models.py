@@ -350,6 +350,17 @@ def test_a_model_changed_after_construction_is_saved_as_it_is_now(tmp_path):
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("pool", ["token", "avg"])
+@pytest.mark.parametrize("prune_norm", [False, True])
+def test_a_pruned_model_is_saved_as_it_is_now(pool, prune_norm, tmp_path):
+    model = timm.create_model(PICO, class_token=True, global_pool=pool).eval()
+    model.prune_intermediate_layers(1, prune_norm=prune_norm)
+    save_student(model, tmp_path / "student")
+    again = timm.create_model(f"local-dir:{tmp_path / 'student'}", pretrained=True).eval()
+    x = images(model)
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [

@@ -155,11 +155,14 @@ def architecture_of(model: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(model, VisionTransformer):
         config: Any = model.pretrained_cfg
         return config["architecture"], {**model._model_args, "num_classes": model.num_classes}
+    norms = (model.norm, model.fc_norm)  # one of which is the final norm
     now: dict[str, Any] = dict(
+        depth=len(model.blocks),
         img_size=list(model.patch_embed.img_size),
         patch_size=list(model.patch_embed.patch_size),
         num_classes=model.num_classes,
         global_pool=model.global_pool,
+        final_norm=not all(isinstance(norm, nn.Identity) for norm in norms),
         fc_norm=not isinstance(model.fc_norm, nn.Identity),
     )  # what timm lets one change after construction
     notes = vars(model)  # what timm and gaupipe note of how it was built
