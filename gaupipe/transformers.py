@@ -187,7 +187,8 @@ def check_name(name: str, known: Iterable[str]) -> None:
 
 def register() -> None:
     """Makes the attentions known to transformers. Models with an attention of their own are refused
-    by UserError; a model trained with one of the attentions and loaded with another one warns."""
+    by UserError; a model trained with one of the attentions and loaded with another one warns;
+    one that ``set_attn_implementation`` gives another attention forgets the first."""
     functions = {f"gau_{f.__name__}": f for f in (belief, xsa, attentionx)}
     for name, function in functions.items():
         AttentionInterface.register(name, function)
@@ -195,7 +196,7 @@ def register() -> None:
     accepted = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(accepted)
-    def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
+    def checked(self: PreTrainedModel, requested: str | None, is_init_check: bool = False) -> str:
         before = getattr(self.config, "gau_implementation", None)
         if str(requested).startswith("gau_"):
             check_name(str(requested), functions)
@@ -204,8 +205,11 @@ def register() -> None:
                 f"{type(self).__name__} has its own attention, which transformers cannot replace "
                 f"by {requested!r}"
             )
+        implementation = accepted(self, requested, is_init_check)
         if requested in functions:
             self.config.gau_implementation = requested  # config.json keeps it
+        elif before and not is_init_check:  # by set_attn_implementation
+            del self.config.gau_implementation
         elif before:
             warnings.warn(
                 # one text for the model and for the models in it, so that Python shows it once
@@ -213,7 +217,7 @@ def register() -> None:
                 f"loaded without it: give from_pretrained attn_implementation={before!r}",
                 stacklevel=2,
             )
-        return accepted(self, requested, *args, **kwargs)
+        return implementation
 
     if not hasattr(accepted, "__wrapped__"):
         PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign, assignment]

@@ -224,6 +224,16 @@ def test_a_model_remembers_the_attention_it_was_trained_with(tmp_path):
         load(tmp_path, attn_implementation="gau_beleif")
 
 
+def test_a_model_that_is_set_to_another_attention_forgets_the_one_before(tmp_path):
+    model = model_of("llama", "gau_xsa")
+    with warnings.catch_warnings(action="error"):
+        model.set_attn_implementation("gau_belief")
+        assert model.config.gau_implementation == "gau_belief"
+        model.set_attn_implementation("sdpa")
+        model.save_pretrained(tmp_path)
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_what_the_functions_cannot_do_is_refused():
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
     with pytest.raises(UserError, match="attends with softcap"):
