@@ -235,7 +235,7 @@ def test_two_splits_of_two_stores_with_a_control(control, tmp_path):
     for row, image in enumerate(ids):
         split, own = divmod(image, 6)
         place = {"maps": own, "predictions": own}
-        place[control] = getattr(images[split], f"of_{control}")[own]
+        place[control] = getattr(images[split], f"{control[:-1]}_partners")[own]
         maps, predictions = splits[split]
         wanted = maps.gather(np.array([place["maps"]]))["gaussians"][0]
         assert np.array_equal(read["gaussians"][row], wanted)

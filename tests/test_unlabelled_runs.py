@@ -230,8 +230,8 @@ def test_entries_of_two_stores_go_to_their_images(finished):
 
     # a control: an entry of the same store, and never the image's own
     others = np.empty(len(expected), int)
-    others[:count] = images[0].of_predictions
-    others[count:] = images[1].of_predictions + count
+    others[:count] = images[0].prediction_partners
+    others[count:] = images[1].prediction_partners + count
     assert not (others == np.arange(len(expected))).any()
     assert sorted(others) == [*range(len(expected))]
     assert (others[:count] < count).all()
