@@ -325,3 +325,12 @@ def test_notes_of_another_shape_are_ignored(tmp_path, extra, in_process):
     for options in ([], ["--image", 3]):
         code, _, err = in_process("inspect", tmp_path / "s", *options)
         assert code == 0, err
+
+
+def test_inspect_shows_the_digest_of_a_teacher_where_there_is_one(tmp_path, in_process):
+    for digest in ("a" * 64, ""):
+        schema = make_schema(teacher_sha256=digest)
+        write_store(tmp_path / "s", schema, make_arrays(schema), overwrite=True)
+        lines = in_process("inspect", tmp_path / "s")[1].splitlines()
+        shown = [line.split() for line in lines if "teacher" in line]
+        assert shown == ([["teacher_sha256", "a" * 16, "..."]] if digest else [])

@@ -191,8 +191,9 @@ def inspect(
                 )
         assert maps is not None  # a --student needs an --image
         summary = stage.summary(maps)
-        if not as_json:  # a digest of 64 digits is longer than a line
-            summary["teacher_sha256"] = f"{summary['teacher_sha256']!s:.16} ..."
+        digest = summary["teacher_sha256"]
+        if not as_json:  # 64 digits are longer than a line
+            summary["teacher_sha256"] = f"{digest!s:.16} ..." if digest else None
         report(summary, as_json)
         return
     seen = stage.attention(image, url=maps, run_dir=run_dir, student=student, **options)

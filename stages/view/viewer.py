@@ -342,7 +342,12 @@ class Viewer:
         return seen.prediction(MOST_LIKELY).likely or [None]
 
     def title_of(self, image: int, split: str) -> str | None:
-        """The name of an image's file; None of an image without one."""
+        """The name of an image's file, with its folder where that tells it from others; None of an
+        image without one."""
+        name = self._data and self.names(split)[image]
+        return name or self._file_name(image, split)
+
+    def _file_name(self, image: int, split: str) -> str | None:
         images = self._data and self._data.split(split)
         if images and isinstance(images.source, FileImages):
             return utf8(Path(images.path(image)).name)
@@ -390,8 +395,8 @@ class Viewer:
         none."""
         self.load_images()
         names = self.names(split)
-        titles = (self.title_of(image, split) for image in range(len(names)))
-        for called in (names, titles):
+        files = (self._file_name(image, split) for image in range(len(names)))
+        for called in (names, files):
             for image, name in enumerate(called):
                 if text == name:
                     return image
