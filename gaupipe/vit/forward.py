@@ -42,7 +42,8 @@ def run_blocks(
 def embed(model: VisionTransformer, images: Tensor) -> Tensor:
     """The tokens [B, T, d] that the first block of a timm ViT gets. Raises UserError for a model or
     blocks of another class."""
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    # a compiled one is unwrapped, a parallel one not: it would exchange no gradients
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, VisionTransformer):
         raise UserError(
             f"cannot run the blocks of a {type(model).__name__} one by one: only those of timm's "
