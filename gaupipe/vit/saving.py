@@ -22,6 +22,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.utils import unwrap_model
 from torch import nn
 
+from gaupipe.attention.base import NOTE
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.digests import sha256
 from gaupipe.system.errors import UserError, one_line
@@ -265,4 +266,6 @@ def check_sizes(folder: Path, weights: Path) -> None:
 
 
 def _shapes(weights: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    """Without notes, which loading reads: one has as many bytes as its attention has options."""
+    arrays = {name: tensor for name, tensor in weights.items() if not name.endswith(f".{NOTE}")}
+    return {name: tuple(tensor.shape) for name, tensor in arrays.items()}
