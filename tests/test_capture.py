@@ -149,6 +149,14 @@ def test_maps_of_a_padded_decoder_are_its_eager_attention(name):
     torch.testing.assert_close(rows[1], maps[1][:, :, [0, 6]], rtol=0, atol=0)
 
 
+def test_a_mask_of_four_axes_is_no_batch_of_images():
+    model = language_model("Llama", "sdpa")
+    causal = torch.full((1, 1, 7, 7), -torch.inf).triu(1)
+    with torch.no_grad(), gaupipe.capture(model) as maps:
+        model(input_ids=IDS, attention_mask=causal)
+    assert maps[0].shape == (2, 4, 7, 7)
+
+
 @pytest.mark.parametrize(
     "name, implementation",
     [

@@ -123,10 +123,10 @@ class CapturedMaps:
         self.maps.clear()
         self.calls = 0
         self.images = None
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, Tensor) and argument.ndim == 4:
-                self.images = len(argument)
-                break
+        images = args[0] if args else kwargs.get("pixel_values", kwargs.get("x"))
+        # beside texts there may be any number of images
+        if isinstance(images, Tensor) and images.ndim == 4 and "input_ids" not in kwargs:
+            self.images = len(images)
         self.watching = True
 
     def end_blocks(self, *_hook: Any) -> None:
