@@ -608,6 +608,23 @@ def test_images_beside_the_splits_of_a_tar_are_left_out_and_said(folder, tmp_pat
     assert "left out 1 images that are of no split" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("form", ["GNU", "PAX"])
+def test_a_file_without_its_holes_is_refused(tmp_path, form):
+    """As 'tar --sparse' stores it."""
+    entry = tarfile.TarInfo("cat/1.bmp")
+    if form == "GNU":
+        entry.type = tarfile.GNUTYPE_SPARSE
+    else:
+        facts = {"major": "1", "minor": "0", "name": "cat/1.bmp", "realsize": "512"}
+        entry.pax_headers = {f"GNU.sparse.{name}": fact for name, fact in facts.items()}
+    holes = b"0\n".ljust(512, b"\0")
+    entry.size = len(holes)
+    with tarfile.open(tmp_path / "x.tar", "w") as packed:
+        packed.addfile(entry, io.BytesIO(holes))
+    with pytest.raises(UserError, match="x.tar: cat/1.bmp is stored without its zeros"):
+        load(tmp_path / "x.tar")
+
+
 @pytest.mark.parametrize("text", [b"", b"-1", b"0\n1", b"[0, 1]", b"\1\0\0\0"])
 def test_a_label_that_is_no_class_is_refused(tmp_path, text):
     """Nothing, none, several, and a number of four bytes."""

@@ -256,7 +256,7 @@ def _without_class(archives: Sequence[Archive], member: Member) -> UserError:
 
 def _files_in(archive: Path) -> Iterator[tuple[str, int, int]]:
     """(name, offset, bytes) of the files in an archive that are not hidden. Raises UserError for
-    one that ends early or is compressed, and for a link."""
+    one that ends early or is compressed, for a sparse file and for a link."""
     try:
         with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             whole = os.fstat(file.fileno()).st_size
@@ -268,6 +268,11 @@ def _files_in(archive: Path) -> Iterator[tuple[str, int, int]]:
                     raise tarfile.ReadError(f"{name} has {member.size} bytes by its header")
                 if any(map(is_hidden, name.split("/"))):
                     continue
+                if member.issparse():
+                    raise UserError(
+                        f"{archive}: {name} is stored without its zeros: pack it again, without "
+                        "tar's option --sparse (-S)"
+                    )
                 if member.islnk() or member.issym():
                     raise UserError(
                         f"{archive}: {name} is a link to {member.linkname}: pack what is linked "
