@@ -215,6 +215,14 @@ def test_other_images_in_fashion_mnists_format(tmp_path):
         write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte.gz", np.arange(20, dtype=np.uint8) % 2)
     data = load_data(DataSettings(name="fashion_mnist", root=tmp_path))
     assert data.image_size == 6 and np.array_equal(data.test.source.images[:, 0], images)
+    for others, text in (
+        (images[:, 1:], "20 t10k images of 5 x 6 pixels and 20 labels"),
+        (images[1:], "19 t10k images of 6 x 6 pixels and 20 labels"),
+        (np.concatenate([images, images]), "40 t10k images of 6 x 6 pixels and 20 labels"),
+    ):
+        write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", others)
+        with pytest.raises(UserError, match=text):
+            load_data(DataSettings(name="fashion_mnist", root=tmp_path))
     path = tmp_path / "train-images-idx3-ubyte.gz"
     whole = path.read_bytes()
     cut = gzip.compress(gzip.decompress(whole)[:-1])

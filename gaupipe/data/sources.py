@@ -112,9 +112,17 @@ def facts_of(
 
 
 def _idx_images(root: Path, prefix: str) -> ArrayImages:
-    """Fashion-MNIST's files, or others of that format."""
+    """Fashion-MNIST's files, or others of that format. Raises UserError for images that are not
+    square, and for more or fewer labels than images."""
     images = _idx_array(root, f"{prefix}-images", 3)
-    return ArrayImages(images[:, None], _idx_array(root, f"{prefix}-labels", 1))
+    labels = _idx_array(root, f"{prefix}-labels", 1)
+    number, height, width = images.shape
+    if number != len(labels) or height != width:
+        raise UserError(
+            f"{root}: {number} {prefix} images of {height} x {width} pixels and {len(labels)} "
+            "labels: should be squares with a label each"
+        )
+    return ArrayImages(images[:, None], labels)
 
 
 def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
