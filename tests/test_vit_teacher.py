@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -213,6 +214,17 @@ def test_images_are_taken_as_the_teacher_learned_them():
     model.pretrained_cfg = {}
     takes = ReadableViT(model, data(8, mean=0.3, std=0.2), "vit").takes
     assert (takes.mean, takes.std) == ((0.3,) * 3, (0.2,) * 3)
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [("std", [0, 0, 0]), ("std", 0), ("std", 0.5), ("mean", "abc"), ("mean", [math.nan] * 3)],
+)
+def test_a_normalisation_that_is_none_is_refused(name, values):
+    model = small()
+    model.pretrained_cfg = {**model.pretrained_cfg, name: values}
+    with pytest.raises(UserError, match=f"phase_a.teacher: vit: {name} is .*: should be a list"):
+        ReadableViT(model, data(), "vit")
 
 
 def test_a_normalisation_of_other_channels_is_refused():

@@ -21,7 +21,7 @@ from gaupipe.vit.build import create_model
 from gaupipe.vit.convert import convert
 from gaupipe.vit.inputs import input_of, spread_of
 from gaupipe.vit.pretrained import find_published, load_pretrained
-from gaupipe.vit.saving import WEIGHTS
+from gaupipe.vit.saving import WEIGHTS, check_scaling
 from gaupipe.vit.slicing import VitSizes, slice_weights
 
 
@@ -151,14 +151,17 @@ def parts_of(vit: VisionTransformer) -> set[str]:
 
 
 def build_untrained(name: str, arguments: dict[str, Any], device: str | None) -> VisionTransformer:
-    """A ViT without its trained weights. Raises UserError for a name without weights."""
+    """A ViT without its trained weights. Raises UserError for a name without weights, and for a
+    mean or std that is none."""
     source = name
     if name.startswith(LOCAL):
         source = f"{LOCAL}{folder_of(name)}"
     else:
         find_published(name)
     with torch.device(device or "cpu"):
-        return require_vit(name, create_model(source, arguments))
+        vit = require_vit(name, create_model(source, arguments))
+    check_scaling(name, getattr(vit, "pretrained_cfg", None) or {})
+    return vit
 
 
 def require_vit(name: str, model: Any) -> VisionTransformer:

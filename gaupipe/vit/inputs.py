@@ -11,6 +11,7 @@ from torch import Tensor
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, Split, by_channel
 from gaupipe.system.errors import UserError
+from gaupipe.vit.saving import check_scaling
 from gaupipe.vit.slicing import spread_of_stream
 
 SETTING = "phase_a.teacher"
@@ -33,9 +34,11 @@ def input_of(model: Any, data: ImageData, name: str) -> Input:
     """The images that a model was built and trained for. Its ``crop_pct`` is left out: a teacher
     sees what its student sees, or its maps would be of another part of the image.
 
-    Raises UserError for a size that is no fixed square, and for another number of channels.
+    Raises UserError for a size that is no fixed square, for another number of channels, and for a
+    mean or std that is none.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
+    check_scaling(f"{SETTING}: {name}", config)
     sizes = getattr(getattr(model, "patch_embed", None), "img_size", None)
     sizes = tuple(sizes or (config.get("input_size") or ())[1:])
     if len(sizes) != 2 or sizes[0] != sizes[1]:

@@ -209,26 +209,32 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
 def check_config(path: Path, config: dict[str, Any]) -> None:
     """Raises UserError, naming the file at ``path``, for names of classes and ways to scale images
     in a model's ``config`` that are none."""
-
-    def refuse(key: str, right: str) -> NoReturn:
-        raise UserError(f"{path}: {key} is {config[key]!r:.100}: should be {right}")
-
     names = config.get("label_names")
     if names and not (isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)):
-        refuse("label_names", "a list with a name for each class")
+        _refuse(path, config, "label_names", "a list with a name for each class")
+    check_scaling(path, config)
+    share = config.get("crop_pct")
+    if share is not None and not (is_finite(share) and 0 < share <= 1):
+        _refuse(path, config, "crop_pct", "above 0 and at most 1")
+    if config.get("interpolation", "bicubic") not in INTERPOLATIONS:
+        _refuse(path, config, "interpolation", f"one of {', '.join(INTERPOLATIONS)}")
+
+
+def check_scaling(where: str | Path, config: dict[str, Any]) -> None:
+    """Raises UserError, saying ``where``, for a mean or std in a model's ``config`` by which no
+    pixels can be scaled."""
     for key in ("mean", "std"):
         values = config.get(key)
         if values is None:
             continue
         if not isinstance(values, list | tuple) or not all(map(is_finite, values)):
-            refuse(key, "a list with a number for each channel")
+            _refuse(where, config, key, "a list with a number for each channel")
         if key == "std" and min(values, default=1) <= 0:
-            refuse(key, "a list with a number above 0 for each channel")
-    share = config.get("crop_pct")
-    if share is not None and not (is_finite(share) and 0 < share <= 1):
-        refuse("crop_pct", "above 0 and at most 1")
-    if config.get("interpolation", "bicubic") not in INTERPOLATIONS:
-        refuse("interpolation", f"one of {', '.join(INTERPOLATIONS)}")
+            _refuse(where, config, key, "a list with a number above 0 for each channel")
+
+
+def _refuse(where: str | Path, config: dict[str, Any], key: str, right: str) -> NoReturn:
+    raise UserError(f"{where}: {key} is {config[key]!r:.100}: should be {right}")
 
 
 def is_finite(value: Any) -> bool:
