@@ -226,13 +226,15 @@ def as_path(place: str | Path | None) -> Path | None:
 
 
 def with_keywords(overrides: Overrides, settings: dict[str, Any]) -> ByName:
-    """Overrides, and keywords as settings. Raises UserError for one that is named twice."""
+    """Overrides, and keywords as settings. Raises UserError for a setting that is named twice, and
+    for a keyword with a section that would replace one named before."""
     changes = read_overrides(overrides)
-    given = {setting for name, value in changes.items() for setting, _ in leaves(value, name)}
+    given = [setting for name, value in changes.items() for setting, _ in leaves(value, name)]
     for keyword, value in settings.items():
         name = SHORT.get(keyword, keyword)
-        if name in given:
-            raise UserError(f"{keyword}: is {name}, which is given too: give one")
-        given.add(name)
+        for other in given:
+            if f"{other}.".startswith(f"{name}."):
+                raise UserError(f"{keyword}: replaces {other}, which is given too: give one")
+        given += [setting for setting, _ in leaves(value, name)]
         changes[name] = str(value) if isinstance(value, Path) else value
     return changes

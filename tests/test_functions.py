@@ -72,6 +72,13 @@ def test_the_maps_of_a_model_are_stored(tmp_path):
         (lambda: gaupipe.train("digits", epoch=1), "unknown setting 'epoch'"),
         (lambda: gaupipe.train("digits", epochs=1, **{"train.epochs": 2}), "given too: give one"),
         (lambda: gaupipe.train(epochs=1, overrides="train.epochs=2"), "given too: give one"),
+        (lambda: gaupipe.train(epochs=1, train={"epochs": 2}), "given too: give one"),
+        (lambda: gaupipe.train(train={"epochs": 2}, epochs=1), "given too: give one"),
+        (lambda: gaupipe.train(lr=1, train={"epochs": 2}), "train: replaces train.optim.lr"),
+        (
+            lambda: gaupipe.train(train={"epochs": 1}, overrides={"train.epochs": 2}),
+            "given too: give one",
+        ),
         (
             lambda: gaupipe.train(epochs=1, overrides={"train": {"epochs": 2}}),
             "given too: give one",
