@@ -518,6 +518,13 @@ def test_a_transparent_colour_is_white(tmp_path, mode, colour, other):
     assert (shown == 255).all(axis=2).sum() == 15 and shown[2, 1, 0] == 3
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (4, 4, 3)])
+def test_a_transparent_colour_of_16_bits_is_refused(root, shape):
+    path = root / "train" / "cat" / "5.png"
+    write_png(path, noise(0, *shape, dtype=np.uint16), [(b"tRNS", bytes(6))])
+    assert "Pillow finds a transparent colour among those of 8 bits" in refused(root)
+
+
 def planes(values: np.ndarray) -> bytes:
     """A TIFF of [3, 4, 4], 8 or 16 bits, without compression, each colour by itself."""
     tags = {256: 4, 257: 4, 258: 0, 262: 2, 273: 0, 277: 3, 284: 2}
@@ -540,7 +547,20 @@ def test_planes_of_8_bits_are_read_and_of_16_bits_refused(root):
     path.write_bytes(planes(values))
     np.testing.assert_array_equal(pixels(path), values.transpose(1, 2, 0))
     path.write_bytes(planes(values.astype(np.uint16)))
-    assert "Pillow misreads 16 bits" in refused(root)
+    assert "Pillow may misread its planes" in refused(root)
+
+
+def test_a_plane_of_16_bits_is_read_if_it_is_compressed(tmp_path):
+    values = noise(0, 6, 9, dtype=np.uint16)
+    path = tmp_path / "a.tif"
+    Image.fromarray(values).save(path, compression="tiff_lzw", tiffinfo={284: 2})
+    np.testing.assert_array_equal(pixels(path)[..., 1], np.rint(values / 257))
+
+
+def test_signed_bytes_are_refused(root):
+    image = Image.fromarray(noise(0, 4, 4))
+    image.save(root / "train" / "cat" / "5.tif", tiffinfo={339: 2})
+    assert "its bytes have signs" in refused(root)
 
 
 def test_colours_become_rgb(tmp_path):
@@ -639,7 +659,14 @@ def test_white_that_is_zero_is_refused_of_16_bits(root, compression):
     image = Image.fromarray(noise(0, 6, 9, dtype=np.uint16))
     path = root / "train" / "cat" / "5.tif"
     image.save(path, compression=compression, tiffinfo={262: 0})
-    assert "Pillow misreads 16 bits" in refused(root)
+    assert "its white is 0" in refused(root)
+
+
+@pytest.mark.parametrize("mode,tags", [("L", {262: 0, 284: 2}), ("LA", {284: 2})])
+def test_grey_planes_that_pillow_inverts_or_mixes_are_refused(root, mode, tags):
+    image = Image.fromarray(noise(0, 6, 9)).convert(mode)
+    image.save(root / "train" / "cat" / "5.tif", tiffinfo=tags)
+    assert "Pillow may misread its planes" in refused(root)
 
 
 @pytest.mark.parametrize("wide", [True, False])

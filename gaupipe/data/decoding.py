@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
@@ -37,7 +38,9 @@ SAID = threading.Event()
 BITS = 258
 PHOTOMETRIC = 262
 PLANES = 284
-"""TIFF's tags: bits of each sample; 0 where white is 0; and 2 where each colour lies apart."""
+SAMPLE_FORMAT = 339
+"""TIFF's tags: bits of each sample; 0 where white is 0; 2 where each colour lies apart; and 2 where
+numbers have signs."""
 
 warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd metadata, which nobody reads here
 
@@ -62,7 +65,7 @@ def read_rgb(file: BinaryIO) -> Image.Image:
     converts them. What is transparent is laid on white. Values of 16 bits are scaled to 8 bits,
     and so are grey values that are fractions from 0 to 1; one line on stderr tells of the first
     image whose white seems to be less. Raises what Pillow raises, and ValueError for grey values of
-    another range and for a TIFF of 16 bits that Pillow misreads.
+    another range, and for a PNG or TIFF that Pillow misreads.
     """
     with identify(file) as image:
         return _rgb(image, name_of(file))
@@ -102,11 +105,7 @@ def _rgb(opened: ImageFile.ImageFile, name: str) -> Image.Image:
 
 def _of_8_bits(opened: ImageFile.ImageFile, name: str) -> Image.Image:
     """The pixels, turned as EXIF says."""
-    tags = getattr(opened, "tag_v2", {})  # of TIFF
-    if max(tags.get(BITS, (8,))) > 8 and (tags.get(PHOTOMETRIC) == 0 or tags.get(PLANES) == 2):
-        raise ValueError(
-            "Pillow misreads 16 bits that lie in planes or are 0 for white; save a PNG"
-        )
+    _refuse_misread(opened)
     is_deep = opened.format in ("PNG", "TIFF") and ";16" in str(opened.tile)
     image = ImageOps.exif_transpose(opened)
     if image.mode == "F" or image.mode.startswith("I"):
@@ -114,6 +113,28 @@ def _of_8_bits(opened: ImageFile.ImageFile, name: str) -> Image.Image:
     if is_deep:  # Pillow has kept the upper 8 bits
         _say_if_dark(np.asarray(image.convert("RGB")), 255, name)
     return image
+
+
+def _refuse_misread(opened: ImageFile.ImageFile) -> None:
+    """Raises ValueError for a PNG or TIFF of which Pillow gives other colours than it holds."""
+    is_packed = ";" in str(opened.tile)  # of other than 8 bits
+    if is_packed and opened.mode != "P" and "transparency" in opened.info:
+        raise ValueError(
+            "Pillow finds a transparent colour among those of 8 bits only; give it an alpha channel"
+        )
+    if not isinstance(opened, TiffImageFile):
+        return
+    tags = opened.tag_v2
+    bits = max(tags.get(BITS, (1,)))
+    white_is_zero = tags.get(PHOTOMETRIC) == 0
+    if bits == 8 and tags.get(SAMPLE_FORMAT, (1,))[0] == 2:
+        raise ValueError("its bytes have signs, which Pillow passes over; save a PNG")
+    if bits > 8 and white_is_zero:
+        raise ValueError("its white is 0, which Pillow passes over; save a PNG")
+    is_raw = opened.tile[0][0] == "raw"
+    is_odd = opened.mode in ("LA", "La") or (is_raw and (bits != 8 or white_is_zero))
+    if is_odd and tags.get(PLANES) == 2:
+        raise ValueError("Pillow may misread its planes; save a PNG")
 
 
 def _eight_bits(values: np.ndarray, name: str) -> np.ndarray:
