@@ -1,6 +1,7 @@
 """gaupipe train --model: a ViT that starts from trained weights."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -191,6 +192,18 @@ def test_arguments_that_leave_weights_out_are_refused_and_name_them(command, tmp
     code, _, err = in_process(*command, *sets(*TINY, pooled), "--run-dir", run)
     assert code == 2 and not run.exists()
     assert "model.args" in err and err.rstrip().endswith("differs from in cls_token")
+
+
+@pytest.mark.parametrize("start", [["train", "--model"], ["run", "--teacher"]])
+def test_weights_whose_std_is_none_are_refused(start, folder, tmp_path, in_process):
+    weights = shutil.copytree(folder / "weights", tmp_path / "weights")
+    config = json.loads((weights / "config.json").read_text())
+    del config["sha256"]
+    config["pretrained_cfg"]["std"] = 0.5
+    (weights / "config.json").write_text(json.dumps(config))
+    options = ["--data", folder / "photos", "--run-dir", tmp_path / "run"]
+    code, _, err = in_process(*start, f"local-dir:{weights}", *options)
+    assert code == 2 and "std is 0.5: should be a list with a number for each channel" in err
 
 
 def test_settings_of_random_weights_are_said_to_change_nothing(command, tmp_path, in_process):
