@@ -175,6 +175,7 @@ class Names(Numbers):
         if values.dtype != np.uint8:
             raise BadNumbers(0, f"are {values.dtype}; store.pack_names makes them of text")
         for image, name in enumerate(_rows_as_bytes(values)):
+            # Bytes that are no UTF-8 are left out by the decoding: a shorter name comes back.
             is_utf8 = name.decode(errors="ignore").encode() == name
             if not name or 0 in name or not is_utf8:
                 raise BadNumbers(image, "is no UTF-8 text; store.pack_names makes them of text")
