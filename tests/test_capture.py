@@ -1,6 +1,8 @@
 """Maps that are captured beside fused attention, against the eager attention of the same model."""
 
 import copy
+import threading
+from functools import partial
 
 import pytest
 import timm
@@ -471,6 +473,23 @@ def test_gaupipes_attention_is_fused_whatever_timm_does():
     with gaupipe.capture(attention) as maps:
         attention(torch.randn(1, 4, 8))
     assert maps[0].shape == (1, 2, 4, 4)
+
+
+def test_a_pass_of_another_thread_is_not_seen():
+    """As of the page's gallery, which predicts the classes of its images meanwhile."""
+    model = randomised(timm.create_model("vit_tiny_patch16_224", img_size=32, **SIZES))
+    explained = partial(gradient_rollout, model, pictures(32), torch.tensor([0, 1]), 2)
+    expected = explained()
+    mine = threading.get_ident()
+
+    def beside(*_hook):
+        if threading.get_ident() == mine:
+            other = threading.Thread(target=model, args=(pictures(32),))
+            other.start()
+            other.join()
+
+    model.blocks[0].register_forward_hook(beside)
+    torch.testing.assert_close(explained(), expected)
 
 
 @pytest.mark.parametrize("way", ["compiled", "inference_mode"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,9 +162,12 @@ def trace(model: nn.Module, images: Tensor, blocks: int) -> Traced:
     tokens: list[Tensor] = []
     seen: list[int] = []  # attentions until the end of each block
 
+    thread = threading.get_ident()  # another may run the model meanwhile
+
     def end_block(_block: nn.Module, _args: Any, output: Tensor) -> None:
-        tokens.append(output)
-        seen.append(len(maps))
+        if threading.get_ident() == thread:
+            tokens.append(output)
+            seen.append(len(maps))
 
     def see(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         maps.append(attention_map(query, key, value, *args, **kwargs))

@@ -49,7 +49,10 @@ def settings_for(
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"--set data.{name}: --data {folder} says where the images are")
-    images = {"unlabelled": asked.data.unlabelled, "unreadable": asked.data.unreadable, **place}
+    images = dict(place)
+    if not plain:  # those without labels are read, to find copies
+        images["unlabelled"] = asked.data.unlabelled
+        images["unreadable"] = asked.data.unreadable
     if images["name"] == "folder":
         images["root"] = str(folder)  # as the user wrote it, for messages
     download = bool(given.get("download"))
