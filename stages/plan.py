@@ -34,6 +34,7 @@ from gaupipe.training.settle import settle
 from gaupipe.training.student import outline_student
 from gaupipe.vit.pretrained import load_model
 from stages.runs.resources import (
+    LIGHTER,
     SMALLER,
     check_disk,
     check_memory,
@@ -135,7 +136,7 @@ def plan_run(
                 seen += unlabelled
             stage["steps"] = stage["epochs"] * -(-seen // settings.data.batch_size)
     device = prepare_device(settings.device, settings.threads)
-    planned = plan_of("the run", stages, images, run_dir, device, SMALLER)
+    planned = plan_of("the run", stages, images, run_dir, device, LIGHTER, SMALLER)
     planned["unlabelled"] = unlabelled
     planned["world_size"] = world_size
     if timed and planned["problem"] is None:
@@ -170,7 +171,8 @@ def plan_model(model: str, images: int) -> Plan:
         "seconds": export_seconds(teacher, schema),
     }
     place = Path("maps.zarr")
-    return plan_of("the store", {"export": stage}, images, place, device, LESS_STORED)
+    remedies = (looked_at.lighter, LESS_STORED)
+    return plan_of("the store", {"export": stage}, images, place, device, *remedies)
 
 
 def plan_of(
@@ -179,15 +181,16 @@ def plan_of(
     images: int,
     place: Path,
     device: torch.device,
-    remedy: str,
+    lighter: str,
+    smaller: str,
 ) -> Plan:
-    """The plan of a ``job`` of these stages in one process, which writes to a ``place``; ``remedy``
-    says what to do where the disk is too small."""
+    """The plan of a ``job`` of these stages in one process, which writes to a ``place``;
+    ``lighter`` says what to do where the memory is too small, ``smaller`` where the disk is."""
     total = total_of(stages)
     problem = None
     try:
-        check_memory(job, total["memory_bytes"])
-        check_disk(job, total["disk_bytes"], place, remedy)
+        check_memory(job, total["memory_bytes"], lighter)
+        check_disk(job, total["disk_bytes"], place, smaller)
     except UserError as error:
         problem = str(error)
     return {

@@ -52,6 +52,7 @@ from stages.compare.measures import (
 from stages.compare.report import Comparison, RowResult, final_values, over_controls, report
 from stages.compare.rows import BASELINE, DISTILLED, Row, default_rows, resolve, sweep_rows
 from stages.compare.run import check_folder, plan, reader
+from stages.compare.tables import _epochs
 from stages.compare.trainings import FinishedTraining, as_teacher, digest
 from stages.runs.directory import RunDirectory
 from stages.runs.locks import locked
@@ -147,6 +148,8 @@ def test_never_reached_gives_no_mean_and_no_speed_up():
     assert row.epochs == row.speedup == Spread(None, None)
     assert row.saved_by_seed == [0, None]
     assert first_passages(runs, reference, 0.8).speedup.mean == 1
+    at = [first_passages([made_up([last])], reference[:1], 0.95) for last in (0.9, 0.7)]
+    assert [_epochs(passages, seeds=1) for passages in at] == ["1.0", "never"]
 
 
 def test_differences_have_students_interval_and_p():

@@ -41,6 +41,7 @@ def shortened(command: list[str]) -> list[str]:
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_the_commands_of_a_page_work_in_order(page, tmp_path, in_process):
     """Python's in a process of its own, which has to import what it needs."""
+    ran = 0
     for language, code in blocks(page):
         if language == "python":
             in_new_processes((tmp_path, code))
@@ -51,4 +52,5 @@ def test_the_commands_of_a_page_work_in_order(page, tmp_path, in_process):
                 command = shortened(shlex.split(line, comments=True)[1:])
                 end, _, err = in_process(*command, cwd=tmp_path)
                 assert end == 0, (line, err)
-    assert (tmp_path / "runs").is_dir()
+                ran += 1
+    assert ran >= 5

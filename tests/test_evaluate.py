@@ -39,9 +39,10 @@ def reopen(run: Path) -> None:
 def test_without_a_complete_store_there_are_only_scores(run, in_process, change):
     whole = json.loads(evaluate(run, in_process)[1])
     change(run)
-    code, out, _ = evaluate(run, in_process)
+    code, out, err = evaluate(run, in_process)
     scores = json.loads(out)
     assert code == 0 and scores == {name: whole[name] for name in scores}
+    assert "the student is not compared with its maps: " in err and "maps.zarr" in err
     assert whole.keys() - scores.keys() == {"teacher_images", "teacher_agreement", "map_kl"}
 
 

@@ -121,6 +121,12 @@ def free(monkeypatch, disk, memory):
     monkeypatch.setattr(resources, "available_memory", lambda: memory and int(memory))
 
 
+def test_a_plan_of_a_models_maps_says_what_its_export_takes(monkeypatch):
+    free(monkeypatch, disk=1e15, memory=1)
+    problem = plan.plan_model("vit_tiny_patch16_224", 10)["problem"]
+    assert "take a smaller --image-size or --model" in problem
+
+
 @pytest.mark.parametrize(
     "files, expected",
     [

@@ -460,8 +460,11 @@ def test_two_exports_do_not_write_one_store(model, pictures, tmp_path, in_proces
     assert not any(tmp_path.iterdir()) and in_process(*command)[0] == 0
 
 
-def test_an_export_that_does_not_fit_is_refused(model, pictures, tmp_path, in_process, monkeypatch):
-    monkeypatch.setattr(resources, "free_disk", lambda *_: 1)
+@pytest.mark.parametrize("measure", ["free_disk", "available_memory"])
+def test_an_export_that_does_not_fit_is_refused(
+    model, pictures, tmp_path, in_process, monkeypatch, measure
+):
+    monkeypatch.setattr(resources, measure, lambda *_: 1)
     command = ("export-maps", "--model", model, "--images", pictures, "--out", tmp_path / "s")
     code, _, err = in_process(*command)
     assert (code, err.count("\n")) == (2, 1) and "--force" in err and not any(tmp_path.iterdir())

@@ -3,7 +3,6 @@ learned from."""
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,14 +139,19 @@ def check_data(student: TrainedStudent, data: ImageData) -> None:
 
 def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
     """The store of :func:`store_of`. None where it is not there, finished, and of as many blocks
-    and heads as the student."""
+    and heads as the student; a line says so of one that the student learned from."""
     url, teacher_sha256 = store_of(student)
-    with contextlib.suppress(store.UnfinishedStore, UserError):
+    try:
         maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
         check_fit(student.model, MapShape.of_store(maps.schema), student.settings.phase_b, url)
         check_views(maps.schema, student.settings, data.image_size, url)
-        return maps
-    return None
+    except store.UnfinishedStore as error:
+        if recorded_stores(student.folder):
+            LOG.warning(f"the student is not compared with its maps: {error}")
+        return None
+    except UserError:
+        return None
+    return maps
 
 
 def store_of(student: TrainedStudent) -> tuple[str, str | None]:
