@@ -24,9 +24,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from timing import core_seconds
+from torch import Tensor
 
+from gaupipe.data.batches import Batch
 from gaupipe.teachers.base import Wanted
-from gaupipe.training.scores import packed
+from gaupipe.training.scores import packed, predictions_of
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_teacher
 
@@ -176,12 +178,14 @@ def right_of_teacher(run: Path) -> np.ndarray:
     teacher = load_teacher(directory, data)
     assert data.test is not None
     draws = torch.Generator()
-    right = []
-    for batch in teacher.batches(data.test).in_order():
+
+    def predict(batch: Batch) -> Tensor:
         logits = teacher.outputs(batch, Wanted(draws)).logits
         assert logits is not None
-        right.append(logits.argmax(-1) == batch.labels)
-    return torch.cat(right).numpy()
+        return logits
+
+    logits, labels = predictions_of(predict, teacher.batches(data.test))
+    return (logits.argmax(-1) == labels).numpy()
 
 
 def gaupipe(*words: str) -> float:
