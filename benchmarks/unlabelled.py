@@ -10,7 +10,8 @@
 ``prepare`` reads the images once, takes the teacher's features (192 pixels) and attention maps (128
 pixels, 8 x 8 patches) of the images as they are, and writes them to CACHE. ``more`` adds what some
 rows need besides: 20,000 images of other things, and 128 pixels for the teacher. ``train`` trains
-one of :data:`ROWS` with one thread and prints it as one line of JSON. Of the training images 3,000
+one of :data:`ROWS` with one thread and prints it as one line of JSON; rows "of views" take a
+``--teacher``, which sees each step's views. Of the training images 3,000
 keep their labels (300 a class), 2,000 are validation images and 20,000 or 45,000 others have none;
 5,000 test images are drawn once. Every training begins with the same images; a seed changes the
 weights at the start, the views and the order.
@@ -85,6 +86,9 @@ class Row:
     of_other_images: bool = False
     gamma: float = 1.0
     map_epochs: int = 4
+    predicted_views: bool = False
+    """The teacher predicts each step's views of the images without labels, not the images once."""
+    maps_of_views: bool = False
     queries: int = 64
     """Of the 64 patches those whose maps are compared in a step."""
     network: str = "conv"  # or residual, patch, the ViT's stem; or resnet
@@ -111,6 +115,7 @@ ROWS = {
     "the ViT's own predictions": Row(targets="vit"),
     "predictions and maps": Row(targets="deit", maps="deit"),
     "predictions and maps of 16 queries": Row(targets="deit", maps="deit", queries=16),
+    "predictions and maps of views": Row(targets="deit", maps="deit", maps_of_views=True),
     "predictions and other images' maps": Row(targets="deit", maps="deit", of_other_images=True),
     "predictions and Gaussians": Row(targets="deit", maps="gaussian"),
     "predictions and other images' Gaussians": Row(
@@ -124,6 +129,9 @@ ROWS = {
     "1,000 labels": Row(epochs=90, labels=1_000),
     "1,000 labels, predictions": Row(targets="deit", labels=1_000),
     "predictions, teacher at 128 pixels": Row(targets="deit", teacher_pixels=128),
+    "predictions of views, teacher at 128 pixels": Row(
+        targets="deit", teacher_pixels=128, predicted_views=True
+    ),
     "predictions of 45,000 images, teacher at 128 pixels": Row(
         targets="deit", teacher_pixels=128, unlabelled=45_000
     ),
@@ -168,6 +176,7 @@ def main() -> None:
     train_command.add_argument("cache", type=Path)
     train_command.add_argument("row")
     train_command.add_argument("--seed", type=int, default=0)
+    train_command.add_argument("--teacher", default="", help="for rows of views")
     train_command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     commands.add_parser("rows")
     arguments = parser.parse_args()
@@ -187,7 +196,8 @@ def main() -> None:
             kind = type(getattr(row, field))
             changes[field] = value if kind is type(None) else kind(value)
         name = ", ".join([arguments.row, *arguments.set])
-        print(json.dumps(measured(name, replace(row, **changes), arguments.cache, arguments.seed)))
+        row = replace(row, **changes)
+        print(json.dumps(measured(name, row, arguments.cache, arguments.seed, arguments.teacher)))
 
 
 # ---------------------------------------------------------------- images and their teacher
@@ -276,46 +286,71 @@ def read_images(folder: Path, unlabelled: int = UNLABELLED) -> dict[str, np.ndar
     }
 
 
-def teacher_batches(images: np.ndarray, size: int, batch: int = 100) -> Any:
+def pretrained(teacher: str, size: int) -> Any:
+    return timm.create_model(teacher, pretrained=True, num_classes=0, img_size=size).eval()
+
+
+def for_teacher(pixels: Tensor, size: int) -> Tensor:
+    """Images [B, 3, 32, 32] of 0 to 1, as the teacher takes them."""
     mean = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
     std = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+    pixels = F.interpolate(pixels, (size, size), mode="bicubic").clamp(0, 1)
+    return (pixels - mean) / std
+
+
+def teacher_batches(images: np.ndarray, batch: int = 100) -> Iterator[Tensor]:
+    """[100, 3, 32, 32] of images as they are."""
     for start in range(0, len(images), batch):
-        pixels = torch.from_numpy(images[start : start + batch]).permute(0, 3, 1, 2) / 255
-        pixels = F.interpolate(pixels, (size, size), mode="bicubic").clamp(0, 1)
-        yield (pixels - mean) / std
+        yield torch.from_numpy(images[start : start + batch]).permute(0, 3, 1, 2) / 255
+
+
+@torch.no_grad()
+def pooled(model: nn.Module, pixels: Tensor, size: int) -> Tensor:
+    """[B, D] float16 of images [B, 3, 32, 32]."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(for_teacher(pixels, size)).half()
 
 
 def features_of(images: np.ndarray, teacher: str, size: int) -> np.ndarray:
     """Pooled features [N, D] float16."""
-    model = timm.create_model(teacher, pretrained=True, num_classes=0, img_size=size).eval()
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        features = [model(batch).half() for batch in teacher_batches(images, size)]
-    return torch.cat(features).numpy()
+    model = pretrained(teacher, size)
+    return torch.cat([pooled(model, batch, size) for batch in teacher_batches(images)]).numpy()
+
+
+class AttentionOf:
+    """The maps of a pretrained ViT."""
+
+    def __init__(self, teacher: str, size: int) -> None:
+        self.model = pretrained(teacher, size)
+        self.size = size
+        self.seen: dict[int, Tensor] = {}
+        for block in BLOCKS:
+            attention = self.model.blocks[block].attn
+            attention.fused_attn = False
+
+            def keep(module: nn.Module, inputs: Any, maps: Tensor, block: int = block) -> None:
+                self.seen[block] = maps
+
+            attention.attn_drop.register_forward_hook(keep)
+
+    @torch.no_grad()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """From patches to patches, mean over heads, [B, 4, T, T] float16, rows sum to 1, of images
+        [B, 3, 32, 32]."""
+        self.model(for_teacher(pixels, self.size))
+        maps = torch.stack([self.seen[block].mean(1)[:, 1:, 1:] for block in BLOCKS], 1)
+        return (maps / maps.sum(-1, keepdim=True)).half()
 
 
 def maps_of(images: np.ndarray, teacher: str, size: int) -> np.ndarray:
-    """From patches to patches, mean over heads, [N, 4, T, T] float16, rows sum to 1."""
-    model: Any = timm.create_model(teacher, pretrained=True, num_classes=0, img_size=size).eval()
-    seen: dict[int, Tensor] = {}
-    for block in BLOCKS:
-        attention = model.blocks[block].attn
-        attention.fused_attn = False
-
-        def keep(module: nn.Module, inputs: Any, maps: Tensor, block: int = block) -> None:
-            seen[block] = maps
-
-        attention.attn_drop.register_forward_hook(keep)
+    """[N, 4, T, T] float16, see :class:`AttentionOf`."""
+    attention = AttentionOf(teacher, size)
     tokens = GRID[0] * GRID[1]
     stored = np.empty((len(images), len(BLOCKS), tokens, tokens), np.float16)
     position = 0
-    with torch.inference_mode():
-        for batch in teacher_batches(images, size):
-            model(batch)
-            for index, block in enumerate(BLOCKS):
-                patches = seen[block].mean(1)[:, 1:, 1:]
-                patches = patches / patches.sum(-1, keepdim=True)
-                stored[position : position + len(batch), index] = patches.half().numpy()
-            position += len(batch)
+    for batch in teacher_batches(images):
+        stored[position : position + len(batch)] = attention(batch).numpy()
+        position += len(batch)
     return stored
 
 
@@ -328,6 +363,8 @@ class Cache:
     pixels: int = 192
     """At which the teacher saw the images."""
     of_other_things: bool = False
+    teacher: str = ""
+    """timm's name of the teacher, where it sees views."""
 
     @cached_property
     def images(self) -> dict[str, np.ndarray]:
@@ -387,14 +424,14 @@ class Cache:
             seconds += (
                 self.seconds[f"{self.saved_as('labelled')} features"] * self.labels_kept / 3_000
             )
-        if row.targets == "deit":
+        if row.targets == "deit" and not row.predicted_views:
             name = self.saved_as("unlabelled")
             seen = 45_000 if name == "unlabelled_128" else UNLABELLED
             seconds += self.seconds[f"{name} features"] * row.unlabelled / seen
         for source, split in ((row.targets, "unlabelled"), (row.own, "labelled")):
             if source not in (None, "deit"):
                 seconds += float(np.load(trained_on_labels(self, source, split, seed))["seconds"])
-        if row.maps == "deit":
+        if row.maps == "deit" and not row.maps_of_views:
             seconds += self.seconds["maps"]
         if row.maps == "gaussian":
             seconds += float(self.gaussians(seed).with_suffix(".seconds").read_text())
@@ -532,6 +569,8 @@ def train(
         source = cache.gaussians(seed) if row.maps == "gaussian" else cache.folder / "maps.npy"
         maps = np.load(source, mmap_mode="r")
     with_maps = FeatureLoss(network) if row.maps else None  # type: ignore[arg-type]
+    teacher = pretrained(cache.teacher, row.teacher_pixels) if row.predicted_views else None
+    attention_of = AttentionOf(cache.teacher, 128) if row.maps_of_views else None
     steps = len(images) // BATCH_SIZE
     optim = OptimSettings(lr=row.lr, weight_decay=0.1, warmup_epochs=min(4, row.epochs // 2))
     optimizer, schedule = build_optimizer(network, optim, row.epochs, steps)  # type: ignore[arg-type]
@@ -546,22 +585,32 @@ def train(
             pixels = torch.from_numpy(images[ids]).permute(0, 3, 1, 2) / 255
             pixels, mirrored = views(pixels, generator)
             batch = (pixels - MEAN) / STD
+            wanted = targets[ids]
+            if teacher is not None:
+                others = ids >= row.labels
+                features = pooled(teacher, pixels[others], row.teacher_pixels)
+                wanted[others] = cache.probe.logits(features).softmax(-1)
             if maps is not None and with_maps is not None and epoch < row.map_epochs:
                 whose = (ids + 1) % len(images) if row.of_other_images else ids
-                rows = torch.from_numpy(maps[whose]).float()
+                geometry = mirror(mirrored)
+                if attention_of is not None:
+                    rows = attention_of(pixels).float()
+                    geometry = mirror(torch.zeros_like(mirrored))
+                else:
+                    rows = torch.from_numpy(maps[whose]).float()
 
                 def of_block(block: int, queries: Tensor | None, rows: Tensor = rows) -> Tensor:
                     return select_queries(rows[:, block, None], queries)
 
                 stored = StoredRows(of_block, GRID)
-                teacher = TeacherMaps(stored, [0, 1, 2, 3], GRID, geometry=mirror(mirrored))
-                teacher.queries = drawn_queries(row.queries, (seed, epoch, step), 64)
-                logits, divergence = with_maps(batch, teacher)
+                teacher_maps = TeacherMaps(stored, [0, 1, 2, 3], GRID, geometry=geometry)
+                teacher_maps.queries = drawn_queries(row.queries, (seed, epoch, step), 64)
+                logits, divergence = with_maps(batch, teacher_maps)
                 loss = row.gamma * divergence
             else:
                 logits = network(batch)
                 loss = torch.zeros(())
-            loss = loss + loss_of(row, logits, targets[ids], labelled=ids < row.labels)
+            loss = loss + loss_of(row, logits, wanted, labelled=ids < row.labels)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -607,8 +656,8 @@ def learned_maps(network: nn.Module, images: np.ndarray) -> np.ndarray:
     return torch.cat(maps).numpy()
 
 
-def measured(name: str, row: Row, folder: Path, seed: int) -> dict[str, Any]:
-    cache = Cache(folder, row.labels, row.teacher_pixels, row.of_other_things)
+def measured(name: str, row: Row, folder: Path, seed: int, teacher: str) -> dict[str, Any]:
+    cache = Cache(folder, row.labels, row.teacher_pixels, row.of_other_things, teacher)
     teacher_seconds = cache.teacher_seconds(row, seed)
     started = time.process_time()
     network, losses = train(row, cache, seed)
