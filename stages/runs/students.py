@@ -105,8 +105,7 @@ def resolve(
     Raises UserError for what the run does not allow.
     """
     run = RunDirectory(run_dir)
-    before = run.settings()
-    named = name if name is not None else student or before.model.attention
+    named = name if name is not None else student or run.settings().model.attention
     check_name(named)
     for option, url in (("--maps", maps_url), ("--predictions", predictions_url)):
         if url is not None and not (url and distilled):
@@ -119,20 +118,7 @@ def resolve(
         check_plain(changes)
     if student:
         changes["model.attention"] = student
-    folder = run.student(named, distilled)
-    has_begun = (folder / "config.yaml").is_file()
-    if has_begun:
-        before = run.student_settings(named, distilled)
-    settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
-    of_the_run = changed(before, settings, Scope.STUDENT, Scope.ANYTIME)
-    if of_the_run:
-        key = of_the_run[0]
-        raise UserError(
-            f"--set {key}: belongs to the run, not to one student: start another run "
-            f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
-        )
-    if not has_begun:
-        settings = settings.with_buckets(distributed.world_size())
+    settings = _settings(run, named, changes, distilled)
     if now is not None:
         settings = with_anytime(settings, now)
     attention = settings.model.attention
@@ -141,14 +127,15 @@ def resolve(
             f"--name {named}: is the name of an attention, and this student's is {attention}: "
             "choose another name"
         )
+    folder = run.student(named, distilled)
     if resume:
         recorded = [url for url, _ in recorded_stores(folder)]
         if maps_url is None and recorded:
             maps_url = recorded[0]
         if predictions_url is None and len(recorded) == 2:
             predictions_url = recorded[1]
-    stored = settings.phase_a.kind.stored
-    if stored and maps_url is not None and run.is_store(maps_url):
+    has_store = settings.phase_a.kind.stored
+    if has_store and maps_url is not None and run.is_store(maps_url):
         maps_url = None  # its teacher must be the run's, however the path is written
     request = StudentRequest(
         settings,
@@ -167,6 +154,29 @@ def resolve(
     if not resume:
         request.check_free()
     return request
+
+
+def _settings(
+    run: RunDirectory, named: str, changes: dict[str, object], distilled: bool
+) -> Settings:
+    """Those of the student that is ``named`` so, as it began or, if it has not, as the run did,
+    with ``changes``. Raises UserError for a change of what belongs to the run."""
+    has_begun = (run.student(named, distilled) / "config.yaml").is_file()
+    if has_begun:
+        before = run.student_settings(named, distilled)
+    else:
+        before = run.settings()
+    settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
+    of_the_run = changed(before, settings, Scope.STUDENT, Scope.ANYTIME)
+    if of_the_run:
+        key = of_the_run[0]
+        raise UserError(
+            f"--set {key}: belongs to the run, not to one student: start another run "
+            f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
+        )
+    if has_begun:
+        return settings
+    return settings.with_buckets(distributed.world_size())
 
 
 def recorded_stores(folder: Path) -> list[tuple[str, str]]:
