@@ -162,10 +162,9 @@ def _settings(
     """Those of the student that is ``named`` so, as it began or, if it has not, as the run did,
     with ``changes``. Raises UserError for a change of what belongs to the run."""
     has_begun = (run.student(named, distilled) / "config.yaml").is_file()
+    before = run.settings()
     if has_begun:
         before = run.student_settings(named, distilled)
-    else:
-        before = run.settings()
     settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
     of_the_run = changed(before, settings, Scope.STUDENT, Scope.ANYTIME)
     if of_the_run:
