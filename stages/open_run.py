@@ -17,9 +17,10 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.mixing import Mix
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.job import MapReader, StoredImages, StoredOfEpoch, constant_maps
+from gaupipe.distillation.job import MapReader, constant_maps
 from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.losses import ConstantMaps, TeacherMaps
+from gaupipe.distillation.reading import StoredImages, StoredOfEpoch
 from gaupipe.maps.gaussians import Geometry
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochMetrics, read_metrics

@@ -9,12 +9,8 @@ from typing import Any
 
 import store
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.job import (
-    PRELOAD_BYTES,
-    StoresOfSplit,
-    build_distilled,
-    build_without_store,
-)
+from gaupipe.distillation.job import build_distilled, build_without_store
+from gaupipe.distillation.reading import PRELOAD_BYTES, StoresOfSplit
 from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.settings import Settings
 from gaupipe.settings.load import with_anytime

@@ -19,7 +19,7 @@ from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.export import Exported, make_schema
-from gaupipe.distillation.job import PRELOAD_BYTES
+from gaupipe.distillation.reading import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import choose_store, plan_export
 from gaupipe.distillation.student import check_student, check_unlabelled
 from gaupipe.settings import Settings, TrainSettings

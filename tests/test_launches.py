@@ -20,6 +20,7 @@ from gaupipe.data.draws import RANDAUGMENT, uniforms
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation import job as distillation
 from gaupipe.distillation.job import build_without_store
+from gaupipe.distillation.reading import StoresOfSplit
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.load import load
 from gaupipe.teachers.base import MapShape, outline
@@ -161,7 +162,7 @@ def train_with_stored_maps(settings: Settings, data: ImageData, folder: Path) ->
         job.device,
         job.student,
         settings.student_training,
-        distillation.StoresOfSplit(maps, maps),
+        StoresOfSplit(maps, maps),
     )
     train(job, training_state(job), folder, "")
 

@@ -20,8 +20,9 @@ from exports import write_store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.job import StoredImages, StoredOfEpoch, other_images, remarks_on_maps
+from gaupipe.distillation.job import remarks_on_maps
 from gaupipe.distillation.kinds import MAP_KINDS
+from gaupipe.distillation.reading import StoredImages, StoredOfEpoch, other_images
 from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import forward_with_maps

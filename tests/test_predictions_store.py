@@ -12,7 +12,7 @@ from arguments import sets
 from damage import contents, differing
 from exports import write_store as export_maps
 from gaupipe import open_run
-from gaupipe.distillation import job
+from gaupipe.distillation import job, reading
 from gaupipe.settings import PhaseBSettings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.notes import StoreNotes
@@ -202,12 +202,14 @@ def test_each_store_has_views_of_its_own(maps, predictions, tmp_path):
     themselves says the same of each."""
     first = views_of(tmp_path / "maps", maps)
     second = views_of(tmp_path / "predictions", predictions, **NO_MAPS)
-    job.check_second_store(job.StoresOfSplit(first, second), PhaseBSettings(alpha=0.5, gamma=0.5))
-    images = job.StoredImages(first, second, PhaseBSettings(), seed=0)
+    job.check_second_store(
+        reading.StoresOfSplit(first, second), PhaseBSettings(alpha=0.5, gamma=0.5)
+    )
+    images = reading.StoredImages(first, second, PhaseBSettings(), seed=0)
     ids = np.array([4, 0, 5])
     for epoch in range(7):
         for with_maps in (True, False):
-            stored = job.StoredOfEpoch([images], epoch, with_maps)
+            stored = reading.StoredOfEpoch([images], epoch, with_maps)
             view = epoch % (maps if with_maps and maps > 1 else predictions)
             assert (stored.view or 0) == view
             [read] = stored.prefetch([ids])
@@ -227,11 +229,11 @@ def test_two_splits_of_two_stores_with_a_control(control, tmp_path):
     for split in ("train", "unlabelled"):
         first = views_of(tmp_path / split / "maps", 1)
         second = views_of(tmp_path / split / "predictions", 1, **NO_MAPS)
-        splits.append(job.StoresOfSplit(first, second))
+        splits.append(reading.StoresOfSplit(first, second))
     phase = PhaseBSettings(**{f"shuffle_{control}": True})
-    images = [job.StoredImages(*stores, phase, seed=0) for stores in splits]
+    images = [reading.StoredImages(*stores, phase, seed=0) for stores in splits]
     ids = np.array([7, 0, 11, 5, 6])
-    [read] = job.StoredOfEpoch(images, 0, with_maps=True).prefetch([ids])
+    [read] = reading.StoredOfEpoch(images, 0, with_maps=True).prefetch([ids])
     for row, image in enumerate(ids):
         split, own = divmod(image, 6)
         place = {"maps": own, "predictions": own}
@@ -249,5 +251,5 @@ def test_views_that_one_store_lacks_are_refused(maps, predictions, tmp_path):
     second = views_of(tmp_path / "predictions", predictions, **NO_MAPS)
     with pytest.raises(UserError, match=f"has {predictions} views of an image and .* {maps}:"):
         job.check_second_store(
-            job.StoresOfSplit(first, second), PhaseBSettings(alpha=0.5, gamma=0.5)
+            reading.StoresOfSplit(first, second), PhaseBSettings(alpha=0.5, gamma=0.5)
         )

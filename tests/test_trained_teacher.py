@@ -24,8 +24,9 @@ from exports import write_store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.job import StoredImages, StoredOfEpoch, identity_of_maps
+from gaupipe.distillation.job import identity_of_maps
 from gaupipe.distillation.kinds import StoredAttentionReader
+from gaupipe.distillation.reading import StoredImages, StoredOfEpoch
 from gaupipe.distillation.store_choice import choose_store
 from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.warm_start import start_from_teacher, warm_start

@@ -19,7 +19,8 @@ from exports import write_store
 from gaupipe.data.batches import Batches
 from gaupipe.data.images import UNLABELLED
 from gaupipe.distillation.export import Exported, is_complete
-from gaupipe.distillation.job import StoredImages, StoredOfEpoch, StudentLosses
+from gaupipe.distillation.job import StudentLosses
+from gaupipe.distillation.reading import StoredImages, StoredOfEpoch
 from gaupipe.settings import PhaseBSettings
 from killing import KILLED, AtCall, InWrite, exit_code
 from oracles import cross_entropies
