@@ -330,7 +330,7 @@ def test_a_link_names_the_file(viewer, folder, browser, tmp_path):
         ramps(50, 60).save(tmp_path / name / "same.png")
         viewer.add(tmp_path / name / "same.png")
     names = ["high.png", "wide.png", "one/same.png", "two/same.png"]
-    assert viewer.names("train") == names
+    assert viewer.names.unique("train") == names
     assert [item.title for item in viewer.page("train", "", "id", None, 0).items] == names
     write_page(viewer, tmp_path / "page.html", [0, 1], "train", {"image": 0})
     with serving(viewer) as address:

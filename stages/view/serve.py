@@ -21,8 +21,9 @@ from gaupipe.system.messages import LOG
 from gaupipe.teachers.files import FilesTeacher, images_of, open_model
 from stages.look.image_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
+from stages.view.names import ending
 from stages.view.page import write_page
-from stages.view.viewer import Load, Viewer, ending
+from stages.view.viewer import Load, Viewer
 
 HOST = "127.0.0.1"
 PORT = 8642

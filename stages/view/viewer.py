@@ -13,7 +13,6 @@ import secrets
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
@@ -25,10 +24,8 @@ from PIL import Image
 
 import store
 from gaupipe.data.decoding import check, refusing
-from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError, one_line
-from gaupipe.system.files import utf8
 from gaupipe.teachers.notes import Drawing
 from gaupipe.vit.heads import reads_class_token
 from stages.look.colours import colours
@@ -37,6 +34,7 @@ from stages.look.measures import divergence, numbers, with_mean_and_rollout
 from stages.look.removal import Tested
 from stages.view.gallery import Gallery, Page, stored_gallery
 from stages.view.messages import About, Pack, Pixels, Reading, Start, Status, pack
+from stages.view.names import Names, ending
 
 MOST_LIKELY = 5
 """Classes that are offered first where a class is explained."""
@@ -53,11 +51,6 @@ MOMENT = 0.4
 """Seconds after an answer in which nothing is read ahead."""
 Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
-
-
-def ending(path: str) -> str:
-    """The last two names of a path or URL: pages are sent to others."""
-    return "/".join([name for name in path.split("/") if name][-2:])
 
 
 class Viewer:
@@ -107,7 +100,7 @@ class Viewer:
         self._photo = lru_cache(maxsize=2)(self._open_photo)  # maps and pixels are asked for apart
         self._opened: dict[str, LiveMaps] = {}
         self._galleries: dict[tuple[str, str], Gallery] = {}
-        self._names: dict[str, list[str | None]] = {}
+        self._names: Names | None = None
         self._asked = 0
         """Answers that are being computed."""
         self._answered = 0.0
@@ -121,6 +114,13 @@ class Viewer:
         if self._data is None:
             raise UserError(self.data_error or "the data set is still being read")
         return self._data
+
+    @property
+    def names(self) -> Names:
+        """By which names its images are found."""
+        if self._names is None or self._names.data is not self.data:
+            self._names = Names(self.data)
+        return self._names
 
     @property
     def has_data(self) -> bool:
@@ -230,7 +230,7 @@ class Viewer:
             gallery.start()  # the predictions come in behind the page
         if page.items is None:
             return page
-        titled = [replace(item, title=self.title_of(item.id, split)) for item in page.items]
+        titled = [replace(item, title=self._title(item.id, split)) for item in page.items]
         return replace(page, items=titled)
 
     @contextlib.contextmanager
@@ -316,8 +316,8 @@ class Viewer:
             arrays["gaussians"] = seen.gaussians.float()
         header = {
             "name": ending(seen.by),
-            "title": self.title_of(image, split),
-            "file": self.names(split)[image] if self._data else None,
+            "title": self._title(image, split),
+            "file": self.names.unique(split)[image] if self._data else None,
             "label": seen.label,
             **asdict(seen.prediction(MOST_LIKELY)),
             "stored": stored,
@@ -341,35 +341,6 @@ class Viewer:
         seen = self.model(name).see(image, view, split)
         return seen.prediction(MOST_LIKELY).likely or [None]
 
-    def title_of(self, image: int, split: str) -> str | None:
-        """The name of an image's file, with its folder where that tells it from others; None of an
-        image without one."""
-        name = self._data and self.names(split)[image]
-        return name or self._file_name(image, split)
-
-    def _file_name(self, image: int, split: str) -> str | None:
-        images = self._data and self._data.split(split)
-        if images and isinstance(images.source, FileImages):
-            return utf8(Path(images.path(image)).name)
-        return None
-
-    def names(self, split: str) -> list[str | None]:
-        """By which name each image is found again: that of its file or, where several are called
-        so, with its folder; None of an image that has neither for itself."""
-        if split not in self._names:
-            images = self.data.split(split)
-            names: list[str | None] = [None] * len(images)
-            if isinstance(images.source, FileImages):
-                paths = [utf8(images.path(image)) for image in range(len(images))]
-                for form in (ending, lambda path: Path(path).name):  # the shorter where it will do
-                    called = [form(path) for path in paths]
-                    counts = Counter(called)
-                    for image, name in enumerate(called):
-                        if counts[name] == 1:
-                            names[image] = name
-            self._names[split] = names
-        return self._names[split]
-
     def pixels(
         self, image: int, view: int = 0, split: str = "train", side: int = PHOTO
     ) -> tuple[bytes, str]:
@@ -390,17 +361,14 @@ class Viewer:
     def _open_photo(self, image: int, view: int, split: str) -> tuple[Image.Image, Crop]:
         return photo(self.data, image, self._views(split), view, split)
 
+    def _title(self, image: int, split: str) -> str | None:
+        return self.names.title(image, split) if self._data else None
+
     def find(self, text: str, split: str = "train") -> int:
         """The image of a split that a file's name stands for. Raises UserError where there is
         none."""
         self.load_images()
-        names = self.names(split)
-        files = (self._file_name(image, split) for image in range(len(names)))
-        for called in (names, files):
-            for image, name in enumerate(called):
-                if text == name:
-                    return image
-        raise UserError(f"{text}: no image here is called so")
+        return self.names.find(text, split)
 
     def find_or_add(self, text: str) -> int:
         """The image that a file's name, or its path, stands for. Another file of this machine is
@@ -445,7 +413,6 @@ class Viewer:
                 gallery.stopped = True
             self._galleries.clear()
             self._data = self.model("").data = self.extend([*known, path])
-            self._names.clear()
             return len(known)
 
     def relevance(
