@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.settings.load import load
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.build import build_vit

@@ -22,7 +22,7 @@ import torch
 from timing import record, spread
 
 import store
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.distillation.export import decoder, make_schema
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import choose_store

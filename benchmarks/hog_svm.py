@@ -27,7 +27,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings.load import load
 from gaupipe.training.scores import packed
 from stages.runs.chosen_settings import settings_for

@@ -49,7 +49,8 @@ from torch.nn.functional import cross_entropy
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 from gaupipe.data.augment import Augment, AugmentSettings
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import DataSettings
 from gaupipe.system import machine
 

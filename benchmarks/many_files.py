@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 OPEN = """
 import sys
 from pathlib import Path
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.settings import DataSettings
 
 root = Path(sys.argv[1]).resolve()

@@ -25,7 +25,8 @@ from torch import nn
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, train_and_val
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
 from gaupipe.training.job import hard_loss

@@ -23,7 +23,7 @@ from timing import record, seconds, spread
 
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 

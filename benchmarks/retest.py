@@ -38,7 +38,8 @@ from unlabelled import Cache
 import gaupipe.teachers.gaussian as phase_a
 from gaupipe.data.batches import Batch
 from gaupipe.data.images import ArrayImages
-from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.maps.gaussians import raw_at_tokens
 from gaupipe.models import forward_with_maps
 from gaupipe.settings import Settings

@@ -27,7 +27,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import DataSettings, OptimSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.teachers.readable_vit import ReadableViT

@@ -17,7 +17,8 @@ from timm.models.vision_transformer import VisionTransformer
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
-from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.export import Exported, make_schema
 from gaupipe.distillation.reading import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import choose_store, plan_export

@@ -13,7 +13,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from gaupipe.attention.options import count_parameters
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.load import with_anytime
 from gaupipe.system import distributed

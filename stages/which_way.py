@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import Settings
 from gaupipe.settings.places import REMEDY
 from gaupipe.system.device import prepare_device

@@ -24,7 +24,7 @@ from scipy.stats import t as student_t
 import store
 from arguments import sets, tiny
 from gaupipe.attention import ATTENTION
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.settings.load import flatten, load
 from gaupipe.settings.sections import Scope
 from gaupipe.system.errors import UserError

@@ -60,7 +60,7 @@ def test_a_new_attention_is_a_file_and_a_line(tmp_path):
 RUN_TEACHERS = """
 import sys
 from pathlib import Path
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.settings.load import load
 from gaupipe.system.errors import UserError
 from gaupipe.teachers import base

@@ -14,7 +14,8 @@ from sklearn.model_selection import train_test_split
 from gaupipe.data import sources
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.data.stratified import stratified_split
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings

@@ -109,7 +109,7 @@ def test_any_number_of_processes_trains_the_same(tmp_path, case):
 
 def weights_of_ranks(settings: Settings, run_dir: Path) -> None:
     """Trains phase A, and prints what each rank has in the end."""
-    from gaupipe.data.splits import load_data
+    from gaupipe.data.load import load_data
 
     with distributed.process_group():
         job = GaussianTeacher.build(settings, load_data(settings.data), run_dir)
@@ -264,7 +264,7 @@ def command_elsewhere(place: Path, *arguments: str) -> None:
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory) -> Path:
     """Folders of two ranks, each with a data set and a trained ViT of its own."""
-    from gaupipe.data.splits import load_data
+    from gaupipe.data.load import load_data
     from gaupipe.models import save_student
     from gaupipe.vit.build import build_vit
 

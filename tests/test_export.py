@@ -17,7 +17,7 @@ import store
 from arguments import sets
 from damage import contents, differing, flip, times
 from exports import SHARD_MB, exported, train, write_store
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.distillation.export import lost
 from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.store_choice import choose_store

@@ -16,8 +16,8 @@ from gaupipe.attention import STUDENTS
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import train_and_val
+from gaupipe.data.load import load_data
 from gaupipe.data.loader import Loader, fetch
-from gaupipe.data.splits import load_data
 from gaupipe.distillation.job import MapReader, StudentLosses
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.settings.load import load

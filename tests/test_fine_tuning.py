@@ -12,7 +12,7 @@ from timm.optim import param_groups_layer_decay
 
 from arguments import sets
 from gaupipe.data.batches import Batches, train_and_val
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.settings.load import load, parse, with_overrides
 from gaupipe.training import job as training_job
 from gaupipe.training.optimizer import build_optimizer

@@ -10,7 +10,7 @@ from exports import write_store
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.options import count_parameters
 from gaupipe.attention.standard import StandardAttention
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import convert, forward_with_maps

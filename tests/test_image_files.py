@@ -22,8 +22,9 @@ from gaupipe.data import decoding
 from gaupipe.data import images as image_files
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
+from gaupipe.data.load import load_data
 from gaupipe.data.prepared import PreparedImages, reader
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from pictures import write_png

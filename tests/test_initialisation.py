@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.settings import DataSettings, ModelSettings
 from gaupipe.system.errors import UserError
 from gaupipe.vit.build import build_vit

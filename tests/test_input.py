@@ -22,8 +22,9 @@ from gaupipe.data import images as image_files
 from gaupipe.data.augment import Augment, AugmentSettings, middle_square
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
+from gaupipe.data.load import load_data
 from gaupipe.data.loader import Loader, view_of
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import DataSettings
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError

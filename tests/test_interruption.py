@@ -17,7 +17,7 @@ import torch
 
 from arguments import sets, tiny
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings.load import load
 from gaupipe.system import distributed

@@ -14,7 +14,7 @@ import torch
 from arguments import sets, tiny
 from exports import write_store
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings.load import load
 from gaupipe.system.imports import pip_install

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 import gaupipe
 from arguments import sets, tiny
 from exports import write_store
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.distillation.job import StudentLosses
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from arguments import sets
+from gaupipe.data.load import load_data
 from gaupipe.data.sources import facts_of
-from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.load import flatten, load, parse, with_overrides
 from gaupipe.system.errors import UserError

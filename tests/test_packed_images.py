@@ -14,8 +14,8 @@ from timm.data import create_dataset
 
 from arguments import sets
 from gaupipe.data.folder import place_of, whole_place
+from gaupipe.data.load import load_data
 from gaupipe.data.sources import images_with_labels
-from gaupipe.data.splits import load_data
 from gaupipe.data.tar import find_archives, images_in
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError

@@ -19,7 +19,7 @@ import store
 from exports import write_store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.distillation.job import remarks_on_maps
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.reading import StoredImages, StoredOfEpoch, other_images

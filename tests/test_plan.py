@@ -16,7 +16,7 @@ from PIL import Image
 import store
 from arguments import sets
 from gaupipe.attention import ATTENTION
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.distillation.export import decoder, make_schema
 from gaupipe.distillation.store_choice import choose_store
 from gaupipe.settings.load import load, parse

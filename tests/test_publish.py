@@ -19,7 +19,7 @@ import store
 from arguments import sets
 from exports import write_store
 from gaupipe import __version__
-from gaupipe.data import splits
+from gaupipe.data import load as data_load
 from gaupipe.settings.load import dump, flatten, load
 from gaupipe.vit.saving import load_folder, save_student, saved_sha256
 from stages import evaluate, phase_b, predict
@@ -158,14 +158,14 @@ def test_class_names_reach_those_who_load_the_model_and_are_no_markup_in_the_car
         os.fsdecode(b"caf\xe9"),  # a folder's name that is not UTF-8
         *("digit-7", "digit-8", "digit-9"),
     ]
-    load_data = splits.load_data
+    load_data = data_load.load_data
 
     def load_named(*settings):
         data = load_data(*settings)
         data.train.source.class_names = tuple(names)
         return data
 
-    monkeypatch.setattr(splits, "load_data", load_named)
+    monkeypatch.setattr(data_load, "load_data", load_named)
     student = RunDirectory(run).student("standard") / "student"
     described = load_named(load("digits_expected").data, False).data_config
     save_student(load_folder(student, ""), student, **described)

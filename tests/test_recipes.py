@@ -10,7 +10,8 @@ import torch
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load, read_yaml, shipped
 from gaupipe.training.job import training_state

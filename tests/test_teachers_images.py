@@ -16,7 +16,8 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
 from gaupipe.data.images import ArrayImages
-from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.models import save_student
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings

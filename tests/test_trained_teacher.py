@@ -23,7 +23,7 @@ from arguments import sets
 from exports import write_store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import load_data
+from gaupipe.data.load import load_data
 from gaupipe.distillation.job import identity_of_maps
 from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.reading import StoredImages, StoredOfEpoch

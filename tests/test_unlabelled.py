@@ -15,8 +15,8 @@ from gaupipe.data import unlabelled as room
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, train_and_val
 from gaupipe.data.images import UNLABELLED
+from gaupipe.data.load import load_data
 from gaupipe.data.mixing import Mix
-from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import load as load_settings

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,18 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gaupipe.data.folder import check_spelling
-from gaupipe.data.images import UNLABELLED, FileImages, Source, are_among
-from gaupipe.data.sources import open_sources
-from gaupipe.data.stratified import check_pairs, stratified_split
-from gaupipe.data.unlabelled import JoinedImages, open_unlabelled, without_copies
-from gaupipe.settings import DataSettings
+from gaupipe.data import copies
+from gaupipe.data.images import UNLABELLED, FileImages, Source
+from gaupipe.data.unlabelled import JoinedImages
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import utf8, write_whole
-from gaupipe.system.messages import LOG, warn_once
 
 APART = 1 << 62
 """Is added to the ids of images without labels before anything is drawn by them, so that they get
@@ -41,6 +34,11 @@ class Split:
 
     source: Source
     positions: np.ndarray
+
+    @classmethod
+    def of_all(cls, source: Source) -> Split:
+        """All images of a source."""
+        return cls(source, np.arange(len(source)))
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -72,6 +70,13 @@ class Split:
         """``count`` image ids from the first to the last, int64; all of them where there are
         fewer."""
         return np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
+
+    def sha256(self) -> str:
+        """Names the images, their order and labels."""
+        digest = hashlib.sha256(self.source.fingerprint())
+        for array in (self.positions, self.labels):
+            digest.update(np.asarray(array, dtype="<i8").tobytes())
+        return digest.hexdigest()
 
     def names(self) -> list[str] | list[int]:
         """Names of the image files below the folder of their source, by image id; positions in the
@@ -142,8 +147,8 @@ class ImageData:
         when it is first asked for, and copies of training images among them are told of."""
         if self.test is None:
             return None
-        say_copies(self.name, "test", self.test, self.train)
-        return _digest(self.test)
+        copies.say_copies(self.name, "test", self.test, self.train)
+        return self.test.sha256()
 
     @property
     def class_names(self) -> list[str]:
@@ -263,99 +268,6 @@ class ImageData:
         return _change(before, now)
 
 
-def load_data(
-    settings: DataSettings, download: bool = False, unlabelled: bool = False
-) -> ImageData:
-    """Reads the data set that ``settings`` name, which ``download`` lets torchvision fetch, and
-    with ``unlabelled`` its images without labels. Raises UserError saying how to get one that is
-    not there."""
-    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-
-    train, val, test = open_sources(settings, download)
-    others = None
-    if unlabelled:  # what can be refused at once is, before any file is read
-        others = open_unlabelled(settings, train, download)
-    labels = train.labels
-    if len(np.unique(labels)) < 2:
-        name = labels[0]
-        if train.class_names:
-            name = train.class_names[0]
-        raise UserError(
-            f"data set {settings.title}: the training images are all of the class {name!r}; "
-            "two or more are needed (in a folder each, if they are files)"
-        )
-    num_classes = max(int(labels.max()) + 1, len(train.class_names))
-    if train.class_names:
-        check_spelling(train.class_names, settings.title)
-        if len(train.class_names) < num_classes:
-            raise UserError(
-                f"data set {settings.title}: has {len(train.class_names)} names of classes and "
-                f"labels up to {num_classes - 1}: each class should have a name"
-            )
-    positions = np.arange(len(labels))
-    if val is not None:
-        held_out = np.arange(len(val))
-    else:
-        share = settings.val_fraction
-        if settings.name == "digits":  # so small that a tenth would say little
-            share = 0.2
-        positions, held_out = _stratified(train, positions, share, "data.val_fraction")
-    if settings.leave_out_copies:
-        held = [Split(val or train, held_out)]
-        if test is not None:
-            held.append(Split(test, np.arange(len(test))))
-        positions = _without_copies(Split(train, positions), held)
-    count = settings.train_images or len(positions)
-    if count > len(positions):
-        raise UserError(
-            f"data.train_images: {count} asked, "
-            f"{settings.title} has {len(positions)} training images"
-        )
-    if count < len(positions):
-        _, positions = _stratified(train, positions, count, "data.train_images")
-    split = Split(train, positions)
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    if isinstance(train, FileImages):
-        train.positions = positions
-        if val is None:
-            train.positions = np.union1d(positions, held_out)
-        image_size = train.size
-        mean = IMAGENET_DEFAULT_MEAN
-        std = IMAGENET_DEFAULT_STD
-    else:
-        image_size = train.images.shape[-1]
-        mean, std = _mean_and_std(train.images[torch.from_numpy(positions)])
-    channels = len(mean)
-    data = ImageData(
-        name=settings.title,
-        train=split,
-        val=Split(train if val is None else val, held_out),
-        num_classes=num_classes,
-        channels=channels,
-        image_size=image_size,
-        mean=by_channel(settings.scaling.get("mean") or mean, channels, "data.scaling"),
-        std=by_channel(settings.scaling.get("std") or std, channels, "data.scaling"),
-        interpolation=settings.interpolation,
-        sha256=_digest(split),
-    )
-    if isinstance(train, FileImages):
-        say_contradictions(data.name, data.train)
-        say_copies(data.name, "validation", data.val, data.train)
-    if test is not None:
-        data.test = Split(test, np.arange(len(test)))
-    if val is not None:
-        data.val_sha256 = _digest(data.val)
-    if unlabelled:
-        data.unlabelled_sha256 = ""
-    if others is not None:
-        others = without_copies(others, [train, val, test])
-        data.unlabelled = Split(others, np.arange(len(others)))
-        data.unlabelled_sha256 = _digest(data.unlabelled)
-    LOG.debug(f"data set {data.name}: sha256 {data.sha256} of {len(data.train)} training images")
-    return data
-
-
 def _change(before: Sequence[object], now: Sequence[object]) -> str:
     """The first of some names that has gone, and the first that is new."""
     before_all = {*before}
@@ -363,99 +275,3 @@ def _change(before: Sequence[object], now: Sequence[object]) -> str:
     gone = [f"{name!r} has gone" for name in before if name not in now_all]
     new = [f"{name!r} is new" for name in now if name not in before_all]
     return ", ".join([*gone[:1], *new[:1]]) or "the same names, but other content or order"
-
-
-def copies_in(split: Split, others: Sequence[Split]) -> np.ndarray:
-    """The ids of the images of a split that are byte for byte among those of ``others``."""
-    return np.flatnonzero(are_among(split.contents, [other.contents for other in others]))
-
-
-def say_contradictions(name: str, split: Split) -> None:
-    """Says how many images of a split, which are in files, are in several classes."""
-    _, which = np.unique(split.contents, axis=0, return_inverse=True)
-    pairs = np.unique(np.stack([which.reshape(-1), split.labels]), axis=1)  # [2, image and class]
-    count = int((np.bincount(pairs[0]) > 1)[which].sum())
-    if count:
-        warn_once(
-            f"data set {name}: {count} of {len(split)} training images have copies in another "
-            "class, so that at most one of their labels is right: leave them in one class"
-        )
-
-
-def say_copies(name: str, what: str, split: Split, train: Split) -> None:
-    """Says how many images of a split, which are ``what``, are training images too."""
-    count = len(copies_in(split, [train]))
-    if count:
-        warn_once(
-            f"data set {name}: {count} of {len(split)} {what} images are copies of training "
-            "images, so that their accuracy says too much: --set data.leave_out_copies=true "
-            "leaves these training images out"
-        )
-
-
-def _without_copies(train: Split, held_out: Sequence[Split]) -> np.ndarray:
-    """The positions of the training images of which ``held_out`` has no copy. Raises UserError
-    where a class has none of them."""
-    copies = copies_in(train, held_out)
-    kept = np.delete(train.positions, copies)
-    lost = sorted({*train.labels.tolist()} - {*train.source.labels[kept].tolist()})
-    if lost:
-        names = train.source.class_names
-        raise UserError(
-            "data.leave_out_copies: all training images of the class "
-            f"{names[lost[0]] if names else lost[0]} are copies of validation or test images"
-        )
-    if len(copies):
-        warn_once(
-            "data.leave_out_copies: left out training images that are copies of validation or "
-            f"test images: {len(copies)} of {len(train)}"
-        )
-    return kept
-
-
-def by_channel(values: Sequence[float], channels: int, where: str) -> tuple[float, ...]:
-    """The mean or std of each channel; of grey images that of three colours. Raises UserError,
-    saying ``where``, for another number of values."""
-    if len(values) in (1, 3) and len(values) != channels:
-        values = [sum(values) / len(values)] * channels
-    if len(values) != channels:
-        raise UserError(f"{where}: {list(values)} should have a number for each channel")
-    return tuple(map(float, values))  # YAML reads 0 as a whole number
-
-
-def _digest(split: Split) -> str:
-    """Names the images of a split, their order and labels."""
-    digest = hashlib.sha256(split.source.fingerprint())
-    for array in (split.positions, split.labels):
-        digest.update(np.asarray(array, dtype="<i8").tobytes())
-    return digest.hexdigest()
-
-
-def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of uint8 images, as shares of 255. They are
-    taken from a histogram, because a floating point copy of a data set may not fit into memory."""
-    histograms = [torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]
-    counts = torch.stack(histograms).double()  # [C, 256]
-    values = torch.arange(256, dtype=torch.float64) / 255
-    pixels = counts.sum(1)
-    means = (counts * values).sum(1) / pixels
-    squares = (counts * (values - means[:, None]) ** 2).sum(1)
-    stds = (squares / (pixels - 1)).sqrt()
-    return tuple(means.tolist()), tuple(stds.tolist())
-
-
-def _stratified(
-    source: Source, positions: np.ndarray, share: float | int, setting: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Splits positions class by class into (rest, share), each sorted; always the same way."""
-    labels = source.labels[positions]
-    check_pairs(labels, source.class_names, setting)
-    classes = np.unique(labels)
-    count = math.ceil(share * len(positions)) if isinstance(share, float) else share
-    if min(count, len(positions) - count) < len(classes):
-        raise UserError(
-            f"{setting}: cannot take {share} of {len(positions)} images class by class: both parts "
-            f"need an image of each of the {len(classes)} classes"
-        )
-    rest, taken = stratified_split(labels, count)
-    return positions[rest], positions[taken]

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import timm
 import torch
 from timm.data import resolve_model_data_config
@@ -80,7 +79,7 @@ def images_of(
     assert transform is not None  # of image files
     source = PreparedImages(files, transform)
     source.class_names = tuple(notes.class_names or ())
-    split = Split(source, np.arange(len(files)))
+    split = Split.of_all(source)
     channels, _, size = transform["input_size"]
     return ImageData(
         paths[0].name,

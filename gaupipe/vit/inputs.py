@@ -9,7 +9,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, Split, by_channel
+from gaupipe.data.load import by_channel
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.system.errors import UserError
 from gaupipe.vit.saving import check_scaling
 from gaupipe.vit.slicing import spread_of_stream

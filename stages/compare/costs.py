@@ -23,7 +23,8 @@ import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.export import outputs
 from gaupipe.settings import Settings
 from gaupipe.system.progress import EpochMetrics, epochs_in, processor_seconds

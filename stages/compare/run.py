@@ -12,7 +12,8 @@ import timm
 
 import store
 from gaupipe.attention import STUDENTS
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.export import make_schema
 from gaupipe.distillation.store_choice import choose_store
 from gaupipe.distillation.student import check_student

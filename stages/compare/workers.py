@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 import store
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole

@@ -168,7 +168,7 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
     numbers = np.array([names.index(name) for name in classes])
     source.labels = numbers[source.labels]
     source.class_names = tuple(names)
-    images = Split(source, np.arange(len(source)))
+    images = Split.of_all(source)
     data = ImageData(
         name=str(folder),
         train=images,

@@ -20,9 +20,10 @@ from torch import Tensor
 import store
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.images import UNLABELLED, FileImages
+from gaupipe.data.load import load_data
 from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
-from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import MapReader, constant_maps
 from gaupipe.distillation.kinds import StoredAttentionReader
 from gaupipe.distillation.losses import ConstantMaps, without_keys

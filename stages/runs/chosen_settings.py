@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gaupipe.data.folder import place_of
+from gaupipe.data.load import load_data
 from gaupipe.data.sources import facts_of
-from gaupipe.data.splits import load_data
 from gaupipe.data.unlabelled import folder_beside
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.load import Overrides, load_merged, parse, read_overrides, with_overrides

@@ -242,7 +242,7 @@ class RunDirectory:
         """The data set of the run's settings, or of one of its students', ``unlabelled`` with its
         images without labels. Raises UserError for other images or classes than those that the run
         began with; for other test images with ``test`` alone."""
-        from gaupipe.data.splits import load_data  # with torch
+        from gaupipe.data.load import load_data  # with torch
 
         data = load_data(settings.data, settings.download, unlabelled)
         data.check_split(self.split, test)

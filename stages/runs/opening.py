@@ -15,7 +15,8 @@ from typing import Any
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.buckets import check_buckets
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.load import load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.load import dump
 from gaupipe.system import distributed
