@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data import copies
 from gaupipe.data.folder import check_spelling
-from gaupipe.data.images import FileImages, Source
+from gaupipe.data.images import FileImages, Source, are_among
 from gaupipe.data.sources import open_sources
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.data.stratified import check_pairs, stratified_split
 from gaupipe.data.unlabelled import open_unlabelled, without_copies
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
-from gaupipe.system.messages import LOG
+from gaupipe.system.messages import LOG, warn_once
 
 
 def load_data(
@@ -62,8 +61,8 @@ def load_data(
         sha256=split.sha256(),
     )
     if isinstance(train, FileImages):
-        copies.say_contradictions(data.name, data.train)
-        copies.say_copies(data.name, "validation", data.val, data.train)
+        say_contradictions(data.name, data.train)
+        data.say_copies("validation", data.val)
     if test is not None:
         data.test = Split.of_all(test)
     if val is not None:
@@ -116,7 +115,7 @@ def _choose_images(
         held = [Split(val or train, held_out)]
         if test is not None:
             held.append(Split.of_all(test))
-        positions = copies.without_held_out(Split(train, positions), held)
+        positions = _without_copies(Split(train, positions), held)
     count = settings.train_images or len(positions)
     if count > len(positions):
         raise UserError(
@@ -126,6 +125,38 @@ def _choose_images(
     if count < len(positions):
         _, positions = _stratified(train, positions, count, "data.train_images")
     return positions, held_out
+
+
+def say_contradictions(name: str, split: Split) -> None:
+    """Says how many images of a split, which are in files, are in several classes."""
+    _, which = np.unique(split.contents, axis=0, return_inverse=True)
+    pairs = np.unique(np.stack([which.reshape(-1), split.labels]), axis=1)  # [2, image and class]
+    count = int((np.bincount(pairs[0]) > 1)[which].sum())
+    if count:
+        warn_once(
+            f"data set {name}: {count} of {len(split)} training images have copies in another "
+            "class, so that at most one of their labels is right: leave them in one class"
+        )
+
+
+def _without_copies(train: Split, held_out: Sequence[Split]) -> np.ndarray:
+    """The positions of the training images of which ``held_out`` has no copy. Raises UserError
+    where a class has none of them."""
+    is_copy = are_among(train.contents, [split.contents for split in held_out])
+    kept = np.delete(train.positions, np.flatnonzero(is_copy))  # no image in no file is one
+    lost = sorted({*train.labels.tolist()} - {*train.source.labels[kept].tolist()})
+    if lost:
+        names = train.source.class_names
+        raise UserError(
+            "data.leave_out_copies: all training images of the class "
+            f"{names[lost[0]] if names else lost[0]} are copies of validation or test images"
+        )
+    if is_copy.any():
+        warn_once(
+            "data.leave_out_copies: left out training images that are copies of validation or "
+            f"test images: {is_copy.sum()} of {len(train)}"
+        )
+    return kept
 
 
 def _stratified(

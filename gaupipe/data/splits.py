@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from gaupipe.data import copies
-from gaupipe.data.images import UNLABELLED, FileImages, Source
+from gaupipe.data.images import UNLABELLED, FileImages, Source, are_among
 from gaupipe.data.unlabelled import JoinedImages
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import utf8, write_whole
+from gaupipe.system.messages import warn_once
 
 APART = 1 << 62
 """Is added to the ids of images without labels before anything is drawn by them, so that they get
@@ -147,7 +147,7 @@ class ImageData:
         when it is first asked for, and copies of training images among them are told of."""
         if self.test is None:
             return None
-        copies.say_copies(self.name, "test", self.test, self.train)
+        self.say_copies("test", self.test)
         return self.test.sha256()
 
     @property
@@ -206,6 +206,16 @@ class ImageData:
             val.keep()
         if training is not None and isinstance(training.source, FileImages):
             training.source.keep(epoch)
+
+    def say_copies(self, what: str, split: Split) -> None:
+        """Says how many images of a split, which are ``what``, are training images too."""
+        count = int(are_among(split.contents, [self.train.contents]).sum())
+        if count:
+            warn_once(
+                f"data set {self.name}: {count} of {len(split)} {what} images are copies of "
+                "training images, so that their accuracy says too much: --set "
+                "data.leave_out_copies=true leaves these training images out"
+            )
 
     def write_split(self, path: Path) -> None:
         """Writes which images of the source are in each split, files by their names, and the names
