@@ -7,8 +7,8 @@ own commands.
 Run it where docs/results/judge_unlabelled.py wrote its folders, with the teacher's folder
 ``deit_tiny_in1k`` beside them. Prints one training in the form of docs/results/data, as JSON. Core
 seconds are the processor's, of the student's command and of its teacher's, which run once and are
-counted for each of its students. The row "narrow ResNet, labels" is the teacher of "narrow ResNet's
-predictions" itself.
+counted for each of its students. The rows "narrow ResNet, labels", "DeiT-Ti and a probe" and
+"fine-tuned DeiT-Ti" are teachers themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ VIT = [
     *("--set", "model.args.mlp_ratio=2"),
 ]
 """What ``--data`` chooses for these images, said so that all rows have the same."""
-DEIT = ["--teacher", "local-dir:deit_tiny_in1k"]
+DEIT = ("--teacher", "local-dir:deit_tiny_in1k")
+FINE_TUNED = (*DEIT, "--set", "phase_a.fine_tune_epochs=10")
 LABELLED_ALONE = [
     *("--set", "export.kind=predictions", "--set", "phase_b.gamma=0", "--set", "phase_b.alpha=0.7"),
     *("--set", "phase_b.beta=0.3", "--set", "phase_b.warm_start=none"),
@@ -74,7 +75,8 @@ def rows(equal_epochs: int) -> dict[str, Row]:
         "labels": Row(few),
         "labels, as many core seconds": Row(few, arguments=longer),
         "predictions of the labelled images": Row(few, "few", (*DEIT, *LABELLED_ALONE)),
-        "predictions": Row(many, "deit", (*DEIT,)),
+        "DeiT-Ti and a probe": Row(many, "deit", DEIT, itself=True),
+        "predictions": Row(many, "deit", DEIT),
         "predictions and maps": Row(many, "maps", (*DEIT, *MAPS)),
         "predictions and other images' maps": Row(
             many, "maps", (*DEIT, *MAPS), ("--set", "phase_b.shuffle_maps=true")
@@ -82,9 +84,8 @@ def rows(equal_epochs: int) -> dict[str, Row]:
         "narrow ResNet's predictions": Row(many, "resnet-{seed}"),
         "narrow ResNet, labels": Row(many, "resnet-{seed}", itself=True),
         "the ViT's own predictions": Row(many, "vit-{seed}", ("--teacher", "vit")),
-        "fine-tuned DeiT-Ti's predictions": Row(
-            many, "tuned", (*DEIT, "--set", "phase_a.fine_tune_epochs=10")
-        ),
+        "fine-tuned DeiT-Ti": Row(many, "tuned", FINE_TUNED, itself=True),
+        "fine-tuned DeiT-Ti's predictions": Row(many, "tuned", FINE_TUNED),
         "all labels": Row("waste-all"),
     }
 
@@ -129,13 +130,13 @@ def measure(name: str, row: Row, seed: int) -> dict[str, object]:
         student_seconds = gaupipe("phase-b", *place, *seeded, *row.student)
         right = right_of_student(run, ["--student", student])
         folder = run / "phase_b" / student
-    metrics = (folder / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(metrics[-1])
+    *_, line = (folder / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(line)
     return {
         "name": name,
         "command": shlex.join(["python", "benchmarks/judge_rows.py", *sys.argv[1:]]),
         "data": "waste",
-        "epochs": len(metrics),
+        "epochs": last["epoch"],
         "seed": seed,
         "val": round(last["val_acc"], 4),
         "test": round(float(right.mean()), 4),
