@@ -53,6 +53,7 @@ def test_digits_are_split_class_by_class_and_always_the_same_way(tmp_path):
     assert (len(data.train), len(data.val), data.test) == (1437, 360, None)
     assert not set(data.train.positions) & set(data.val.positions)
     assert data.sha256 == again.sha256
+    assert digits(leave_out_copies=True).sha256 == data.sha256  # they are in no files
     share = np.bincount(data.val.labels) / np.bincount(load_digits().target)
     assert np.all(np.abs(share - 0.2) < 0.01)
     data.write_split(tmp_path / "split.json")
