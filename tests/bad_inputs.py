@@ -837,6 +837,11 @@ DATA = [
         ("data.val_fraction=0.001", "data.val_fraction 0.001 20"),
         command="run pictures.yaml --run-dir new",
     ),
+    Row(
+        "train --data pictures --run-dir new --set data.leave_out_copies=true",
+        "data.leave_out_copies cat",
+        copy("pictures/train", "pictures/test"),
+    ),
     Row("run --data new", "new/train", make("new", Path.mkdir)),
     Row("plan --data new", "cat", only_class("cat")),
     *(

@@ -269,6 +269,32 @@ def test_copies_among_the_images_without_labels_count_for_no_choice(tmp_path, ca
     assert settings_for(tmp_path / "mine", overrides, tmp_path / "run")[1] == lines
 
 
+def test_copies_that_are_left_out_of_the_training_images_count_for_no_choice(tmp_path):
+    mine = photos(tmp_path / "mine" / "train").parent
+    photos(mine / "test", count=2)  # the first four of the same noise
+    overrides = ["data.leave_out_copies=true"]
+    with_copies = settings_for(mine, overrides, tmp_path / "run")
+    for number in range(4):
+        (mine / "train" / "cat" / f"{number}.png").unlink()
+    assert settings_for(mine, overrides, tmp_path / "run") == with_copies
+    assert ": 20 training images of 2 classes (8 of cat to 12 of dog)" in with_copies[1][0]
+
+
+def test_what_is_left_out_is_said_once(tmp_path, in_process):
+    """Although the images are opened for the choices, and again for what then reads them."""
+    mine = photos(tmp_path / "mine" / "train").parent
+    more_photos(mine / "unlabelled")
+    (mine / "unlabelled" / "notes.txt").write_text("no image")
+    (mine / "docs").mkdir()
+    for name in ("train/cat/1.png", "unlabelled/0.png"):
+        (mine / name).write_bytes((mine / name).read_bytes()[:40])
+    call = ("plan", "--data", "mine", *sets("data.unreadable=leave_out"))
+    code, _, err = in_process(*call, cwd=tmp_path)
+    assert code == 0, err
+    said = ["cat/1.png: not", "unlabelled/0.png: not", "these images: 1", "no images: 1", ": docs"]
+    assert [err.count(words) for words in said] == [1, 1, 2, 1, 1], err
+
+
 def test_a_class_of_one_image_is_refused_before_anything_is_chosen(tmp_path):
     mine = photos(tmp_path / "mine" / "train").parent
     for number in range(1, 12):

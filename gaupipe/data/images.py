@@ -30,7 +30,7 @@ from gaupipe.data.cache import ImageCache, digests_file, read_digests, write_dig
 from gaupipe.data.decoding import RULES, check, identify, read_rgb, refusing
 from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.system.errors import UserError
-from gaupipe.system.messages import LOG
+from gaupipe.system.messages import LOG, warn_once
 from gaupipe.system.progress import EpochProgress
 
 UNLABELLED = -1
@@ -74,7 +74,10 @@ def as_asked(images: FileImages) -> FileImages:
     _, problems = examine(images)
     if not problems:
         return images
-    say_lines([*problems.values(), f"{images.root}: goes on without these images: {len(problems)}"])
+    # once, although the images are opened twice where settings are chosen by them
+    for problem in problems.values():
+        warn_once(problem)
+    warn_once(f"{images.root}: goes on without these images: {len(problems)}")
     kept = images.only(np.flatnonzero([name not in problems for name in images.names]))
     if not len(kept):
         raise UserError(f"{images.root}: none of its images can be read")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gaupipe.data.folder import FolderFacts, check_classes, find_classes, find_splits, place_of
 from gaupipe.data.hfds import rows_with_labels
-from gaupipe.data.images import ArrayImages, FileImages, Source, as_asked
+from gaupipe.data.images import ArrayImages, FileImages, Source, are_among, as_asked
 from gaupipe.data.packed import Images, sources_of
 from gaupipe.data.stratified import check_pairs
 from gaupipe.data.tar import find_archives, images_in
@@ -75,11 +75,12 @@ def open_sources(
 def facts_of(
     settings: DataSettings, download: bool = False, unlabelled: bool = False
 ) -> FolderFacts:
-    """Looks at images in files, ``unlabelled`` at those without labels too, for which all files are
-    read: which of them are copies is in their bytes. Otherwise no pixels are read, and files that
-    are no images are passed over, because whoever reads all of them says which these are. Raises
-    UserError for a place that cannot be meant, for a class that cannot be split, and where none of
-    the sampled files is an image."""
+    """Looks at images in files, ``unlabelled`` at those without labels too. Copies are not counted:
+    of labelled images where these have no labels, and of validation and test images of their own
+    where ``data.leave_out_copies`` says so. Only to find copies are all files read. Otherwise files
+    that are no images are passed over, because whoever reads all of them says which these are.
+    Raises UserError for a place that cannot be meant, for a class that cannot be split, and where
+    none of the sampled files is an image."""
     train, val, test = open_sources(settings, download)
     others = None
     if unlabelled:
@@ -100,7 +101,11 @@ def facts_of(
     if refusal and not sizes:
         raise refusal
     widths, heights = zip(*sizes, strict=True)
-    counts = np.bincount(train.labels, minlength=len(train.class_names)).tolist()
+    labels = train.labels
+    if settings.leave_out_copies:
+        held_out = [images.contents for images in (val, test) if isinstance(images, FileImages)]
+        labels = labels[~are_among(train.contents, held_out)]
+    counts = np.bincount(labels, minlength=len(train.class_names)).tolist()
     return FolderFacts(
         counts=dict(zip(train.class_names, counts, strict=True)),
         width=round(statistics.median(widths)),

@@ -134,7 +134,7 @@ def choose(
 
 def _choose_images(choices: Choices, facts: FolderFacts) -> int:
     """Chooses the share of validation images. Returns the number of training images."""
-    images = facts.images
+    images = max(1, facts.images)  # 0 if all are copies, which whoever splits them refuses
     if facts.val is None:
         share = 0.2 if images < 1000 else 0.1
         one_of_each_class = math.ceil(100 * len(facts.counts) / images) / 100

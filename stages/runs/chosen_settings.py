@@ -49,14 +49,8 @@ def settings_for(
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"--set data.{name}: --data {folder} says where the images are")
-    images = dict(place)
-    if not plain:  # those without labels are read, to find copies
-        images["unlabelled"] = asked.data.unlabelled
-        images["unreadable"] = asked.data.unreadable
-    if images["name"] == "folder":
-        images["root"] = str(folder)  # as the user wrote it, for messages
-    download = bool(given.get("download"))
-    facts = facts_of(DataSettings.model_validate(images), download, unlabelled=not plain)
+    images = DataSettings.model_validate(asked.data.model_dump() | place)
+    facts = facts_of(images, bool(given.get("download")), unlabelled=not plain)
     sizes = None
     starts = is_given(asked.phase_a.teacher) and not facts.unlabelled
     if starts:
