@@ -439,6 +439,10 @@ SYNTAX = settings(
     ("phase_b.warm_start=exact", "phase_b.warm_start=exact phase_a.per_image=none"),
     ("phase_b.alpha=0 & phase_b.beta=0 & phase_b.gamma=0", "phase_b alpha beta gamma 0"),
     ("phase_b.divergence=printed & phase_b.temperature=2", "phase_b temperature printed 1"),
+    (
+        "phase_b.gamma_schedule=constant & phase_b.gamma_epochs=3",
+        "phase_b gamma_epochs 3 phase_b.gamma_epochs=null phase_b.gamma_schedule",
+    ),
     ("phase_b.warm_start=slice", "phase_b.warm_start=slice phase_a.teacher=vit"),
     command="plan tiny.yaml --run-dir new",
 )

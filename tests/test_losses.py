@@ -141,5 +141,6 @@ def test_soft_and_hard_loss():
     ],
 )
 def test_gamma_schedules(schedule, values):
-    phase = PhaseBSettings(gamma=0.8, gamma_schedule=schedule, gamma_epochs=4)
+    epochs = None if schedule == "constant" else 4
+    phase = PhaseBSettings(gamma=0.8, gamma_schedule=schedule, gamma_epochs=epochs)
     assert phase.gammas(6) == pytest.approx(values, abs=1e-12)

@@ -51,6 +51,7 @@ TEACHER = [
     "threads=1",
     "phase_b.alpha=0.1",
     "phase_b.gamma_schedule=constant",
+    "phase_b.gamma_epochs=null",
     "model.match_params=true",
 ]
 

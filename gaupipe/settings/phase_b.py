@@ -34,7 +34,7 @@ class PhaseBSettings(TrainChanges):
     paper."""
     gamma_epochs: Positive | None = None
     """Epochs until gamma is 0; null means a third of the student's epochs. A ``constant`` gamma
-    does not read it."""
+    takes null alone."""
     queries: Positive | None = 16
     """The number of queries of an image whose maps L_feat compares in a step, drawn anew in each
     step; null compares all. The mean over the draws is L_feat over all queries, and 16 make a step
@@ -103,4 +103,9 @@ class PhaseBSettings(TrainChanges):
             raise ValueError("alpha, beta and gamma are all 0: nothing is left to learn from")
         if self.divergence == "printed" and self.temperature != 1:
             raise ValueError("temperature cancels in the divergence printed: leave it at 1")
+        if self.gamma_schedule == "constant" and self.gamma_epochs is not None:
+            raise ValueError(
+                f"gamma_epochs {self.gamma_epochs} has no effect on a constant gamma: set "
+                "phase_b.gamma_epochs=null, or another phase_b.gamma_schedule"
+            )
         return self
