@@ -208,7 +208,8 @@ def export(
         request = stage.ExportRequest(run, settings, place, asked, teacher, overrides, download)
         return stage.export_run(request)
 
-    of_runs = {"--run-dir": run_dir, "--views": views, "--teacher": teacher, "--set": overrides}
+    of_runs: dict[str, object] = {"--run-dir": run_dir, "--views": views, "--teacher": teacher}
+    of_runs |= dict.fromkeys(read_overrides(overrides), True)
     refuse_with_model(model, of_runs)
     if out is None:
         raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")

@@ -137,7 +137,7 @@ def check_once(option: str, value: object, setting: str, given: ByName) -> None:
     for name in given:
         if f"{setting}.".startswith(f"{name}."):
             raise UserError(
-                f"{option} {value}: is {setting}, which --set {name} sets too: give one"
+                f"{option} {value}: is {setting}, and the setting {name} is given too: give one"
             )
 
 
@@ -163,7 +163,7 @@ def read_settings(
         if config is not None:
             raise UserError(
                 f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
-                f"it and name the folder with --set data.name=folder --set data.root={data}"
+                f"it and set data.name=folder and data.root={data}"
             )
         return settings_of_folder(data, changes, run_dir, plain=plain, paper=paper)
     # read by each rank: what they were told otherwise is refused by check_same, not hidden here

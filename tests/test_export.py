@@ -128,7 +128,7 @@ def test_an_export_takes_what_may_change_at_any_time(run, tmp_path, in_process):
     code, _, err = in_process(*export, *sets("threads=1"))
     assert code == 2 and "cuda:77" in err
     code, _, err = in_process(*export, *sets("device=cpu", "seed=1"))
-    assert code == 2 and "--set seed: belongs to the run" in err
+    assert code == 2 and "gaupipe: seed: belongs to the run" in err
     code, _, err = in_process(*export, *sets("device=cpu", "threads=1"))
     assert code == 0, err
     maps, new = (store.open(path) for path in (run / "maps.zarr", tmp_path / "new.zarr"))

@@ -112,9 +112,9 @@ def test_all_unreadable_files_are_listed_and_can_be_left_out(root, in_process, t
     listed = [line for line in err.splitlines() if line.startswith(f"{root}/train/cat/")]
     assert (code, out) == (2, "") and not (tmp_path / "run").exists()
     assert [line.partition(":")[0] for line in listed] == [str(path) for path in broken[:2]]
-    leave_out = "--set data.unreadable=leave_out"
-    assert leave_out in err.splitlines()[-1]
-    code, _, err = in_process(*call, *model, *leave_out.split())
+    leave_out = "data.unreadable=leave_out"
+    assert f"set {leave_out} to go on without them" in err.splitlines()[-1]
+    code, _, err = in_process(*call, *model, *sets(leave_out))
     assert code == 0 and all(f"\n{path}: not readable" in f"\n{err}" for path in broken), err
     split = json.loads((tmp_path / "run/split.json").read_text())
     whole = load(tmp_path / "without")

@@ -332,7 +332,7 @@ class FileImages(Dataset[Any]):
         digests, problems = examine(self)
         if problems:
             first, *others = problems.values()
-            remedy = "--set data.unreadable=leave_out goes on without"
+            remedy = "set data.unreadable=leave_out to go on without"
             if not others:
                 raise UserError(f"{first}; {remedy} it")
             say_lines(problems.values())

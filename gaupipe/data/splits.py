@@ -213,8 +213,8 @@ class ImageData:
         if count:
             warn_once(
                 f"data set {self.name}: {count} of {len(split)} {what} images are copies of "
-                "training images, so that their accuracy says too much: --set "
-                "data.leave_out_copies=true leaves these training images out"
+                "training images, so that their accuracy says too much: set "
+                "data.leave_out_copies=true to leave these training images out"
             )
 
     def write_split(self, path: Path) -> None:

@@ -48,7 +48,7 @@ def load(source: str | Path, overrides: Overrides = ()) -> Settings:
         return parse(merged, str(source))
     except UserError:
         parse(tree, str(source))  # a mistake of the file's own
-        return parse(merged, "--set")
+        return parse(merged)
 
 
 def _for_model(tree: Tree, given: Tree) -> Tree:
@@ -87,7 +87,7 @@ def with_overrides(tree: Tree, overrides: Overrides) -> Tree:
     _forget_in_phase_b(tree, changes)
     for name, value in changes.items():
         # a copy, because a later change may be one of a part of it
-        set_value(tree, name, copy.deepcopy(value), f"--set {name}")
+        set_value(tree, name, copy.deepcopy(value), name)
     return tree
 
 
@@ -112,7 +112,7 @@ def load_merged(source: str | Path, overrides: Overrides) -> Settings:
     tree = read_yaml(source)
     changes = read_overrides(overrides)
     _forget_in_phase_b(tree, changes)
-    return parse(_merged(tree, with_overrides({}, changes)), "--set")
+    return parse(_merged(tree, with_overrides({}, changes)))
 
 
 def _merged(tree: Tree, changes: Tree) -> Tree:
@@ -122,9 +122,10 @@ def _merged(tree: Tree, changes: Tree) -> Tree:
     return tree
 
 
-def parse(tree: Tree, where: str) -> Settings:
-    """Validates a nested dict of settings; ``where`` names it in messages. Trained weights keep
-    their attention, unless ``model.attention`` names another one. Raises UserError."""
+def parse(tree: Tree, where: str | None = None) -> Settings:
+    """Validates a nested dict of settings. Trained weights keep their attention, unless
+    ``model.attention`` names another one. Raises UserError, which says ``where`` the settings
+    stand, if not in the user's command or call."""
     model = tree.get("model")
     if isinstance(model, dict) and "attention" not in model:
         name = str(model.get("name", ""))
@@ -133,7 +134,8 @@ def parse(tree: Tree, where: str) -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{where}: {problem(error, Settings)}") from None
+        said = problem(error, Settings)
+        raise UserError(f"{where}: {said}" if where else said) from None
 
 
 def _attention_of_weights(name: str) -> Tree:
@@ -260,7 +262,9 @@ def _parse_yaml(text: str) -> Any:
 
 def _read(override: str) -> tuple[str, Any]:
     """The name and the value of a text ``a.b=value``."""
-    where = f"--set {override!r}" if len(override) < 200 else f"--set '{override[:200]}...'"
+    where = f"setting {override!r}"
+    if len(override) >= 200:
+        where = f"setting '{override[:200]}...'"
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"{where}: should look like train.epochs=20")
@@ -298,13 +302,13 @@ def set_value(tree: Tree, key: str, value: Any, where: str) -> None:
     tree[leaf] = value
 
 
-def check_plain(names: Iterable[str], where: str = "--set") -> None:
+def check_plain(names: Iterable[str], where: str = "") -> None:
     """Raises UserError for a name "phase_b.b" by which a training without a teacher would have to
     be told how to train: it does not read ``phase_b``."""
     for name in names:
         section, _, field = name.partition(".")
         if section == "phase_b" and field.partition(".")[0] in TrainSettings.model_fields:
             raise UserError(
-                f"{where} {name}: phase_b is for students with a teacher, and this one has none: "
+                f"{where}{name}: phase_b is for students with a teacher, and this one has none: "
                 f"set train.{field}"
             )

@@ -133,7 +133,7 @@ def _parse(entry: dict[str, Any], where: str, by_name: dict[str, Row], distilled
         raise UserError(f"{where}: {name}: seed: every row is run with each of --seeds")
     parent = by_name[like] if like else Row(name="")
     fields.setdefault("plain", parent.plain)
-    _check_is_read(changes, bool(fields["plain"]), f"{where}: {name}:")
+    _check_is_read(changes, bool(fields["plain"]), f"{where}: {name}: ")
     settings = {key: value for key, value in parent.settings.items() if key not in changes}
     try:
         row = Row(**fields, settings=settings | changes)
@@ -152,7 +152,7 @@ def _check_is_read(changes: ByName, plain: bool, where: str) -> None:
     check_plain(changes, where)
     for name in changes:
         if f"{name}.".startswith(WITH_A_TEACHER):
-            raise UserError(f"{where} {name}: a plain row has no teacher: leave it out")
+            raise UserError(f"{where}{name}: a plain row has no teacher: leave it out")
 
 
 def select_rows(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
@@ -170,7 +170,7 @@ def resolve(row: Row, base: Settings) -> Settings:
     read get their defaults, so that they do not name another training. Raises UserError for a name
     that is no setting."""
     if row.plain:
-        check_plain(row.settings, f"{row.name}:")
+        check_plain(row.settings, f"{row.name}: ")
     tree = base.with_training(distilled=not row.plain).model_dump(mode="json")
     for name, value in row.settings.items():
         # a copy, because another setting of the row may change a part of the value

@@ -72,7 +72,7 @@ class ExportRequest:
             of_teacher = self.teacher and f"{name}.".startswith("phase_a.teacher_args.")
             if not of_teacher and scope(name) is not Scope.ANYTIME:
                 raise UserError(
-                    f"--set {name}: belongs to the run: 'export-maps' takes what may change at any "
+                    f"{name}: belongs to the run: 'export-maps' takes what may change at any "
                     "time, such as threads, and with another --teacher phase_a.teacher_args"
                 )
         self.place.check()
@@ -81,7 +81,7 @@ class ExportRequest:
         """The finished teacher of the run, or the other one, on the run's data."""
         changes = read_overrides(self.overrides)
         now = {name: changes[name] for name in changes if scope(name) is Scope.ANYTIME}
-        settings = parse(with_overrides(self.settings.model_dump(mode="json"), now), "--set")
+        settings = parse(with_overrides(self.settings.model_dump(mode="json"), now))
         if self.download:
             settings = settings.model_copy(update={"download": True})
         images = self.data or self.run.load_data(settings, unlabelled=True)

@@ -44,11 +44,11 @@ def settings_for(
         return _run_settings(run, place, overrides), [line]
     changes = read_overrides(overrides)
     valid = with_overrides({"phase_a": {"teacher": "local"}}, changes)
-    asked = parse(valid, "--set")  # before anything is chosen by it
+    asked = parse(valid)  # before anything is chosen by it
     given = with_overrides({}, changes)
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
-            raise UserError(f"--set data.{name}: --data {folder} says where the images are")
+            raise UserError(f"data.{name}: --data {folder} says where the images are")
     images = DataSettings.model_validate(asked.data.model_dump() | place)
     facts = facts_of(images, bool(given.get("download")), unlabelled=not plain)
     sizes = None
@@ -58,7 +58,7 @@ def settings_for(
     choices = choose(facts, place, has_gpu(given), given, sizes, paper=paper)
     if starts:
         choose_start(choices, sizes)
-    settings = parse(choices.tree, "--set")
+    settings = parse(choices.tree)
     lines = [f"{folder}: {facts}"]
     if settings.model.name.startswith("gauvit_") and facts.images < FEW_IMAGES:
         lines.append("these are few images for a ViT from the start; first try a pretrained one:")

@@ -165,12 +165,12 @@ def _settings(
     before = run.settings()
     if has_begun:
         before = run.student_settings(named, distilled)
-    settings = parse(with_overrides(before.model_dump(mode="json"), changes), "--set")
+    settings = parse(with_overrides(before.model_dump(mode="json"), changes))
     of_the_run = changed(before, settings, Scope.STUDENT, Scope.ANYTIME)
     if of_the_run:
         key = of_the_run[0]
         raise UserError(
-            f"--set {key}: belongs to the run, not to one student: start another run "
+            f"{key}: belongs to the run, not to one student: start another run "
             f"with it ('gaupipe phase-a {run.config} --set {key}=... --run-dir ...')"
         )
     if has_begun:
