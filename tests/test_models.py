@@ -361,6 +361,16 @@ def test_a_pruned_model_is_saved_as_it_is_now(pool, prune_norm, tmp_path):
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
 
 
+def test_a_model_that_could_not_be_loaded_is_not_saved(tmp_path):
+    sizes = dict(img_size=28, embed_dim=48, depth=2, num_heads=3)
+    model = timm.create_model("eva02_tiny_patch14_224", **sizes)
+    save_student(model, tmp_path / "student")
+    model.prune_intermediate_layers([0])
+    with pytest.raises(UserError, match="Eva has other parts .*blocks.1"):
+        save_student(model, tmp_path / "student")
+    assert len(load_folder(tmp_path / "student", "").blocks) == 2  # the earlier one
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [

@@ -57,8 +57,8 @@ def save_student(
     A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which
     loads without gaupipe; others need ``import gaupipe`` first. ``data_config`` is timm's
     (``mean``, ``std``, ``crop_pct``, ...). Raises UserError for a model that ``timm.create_model``
-    did not build, for a folder that holds something else than a student, and unless there is a
-    name for each class, where there are any.
+    does not build, such as a pruned EVA, for a folder that holds something else than a student, and
+    unless there is a name for each class, where there are any.
     """
     model = unwrap_model(model)  # of a compiled or parallel one
     if not hasattr(model, "pretrained_cfg"):
@@ -95,6 +95,13 @@ def save_student(
         path = fresh / "config.json"
         config = json.loads(path.read_bytes())
         path.write_text(json.dumps({**config, "sha256": _sha256(config, fresh)}, indent=2))
+        try:
+            check_sizes(fresh, fresh / "model.safetensors")
+        except ValueError as error:
+            raise UserError(
+                f"save_student: {type(model).__name__} has other parts than timm.create_model gave "
+                f"it and could not be loaded again ({error}): save its state_dict instead"
+            ) from None
 
 
 def saved_sha256(folder: Path) -> str | None:
