@@ -25,12 +25,11 @@ from gaupipe.data.draws import QUERIES, uniforms
 from gaupipe.data.mixing import Mix, mixed_map
 from gaupipe.maps.gaussians import Geometry
 from gaupipe.maps.stored import Seen, StoredAttention
+from gaupipe.maps.views import FAINTEST
 from gaupipe.system.errors import UserError
 from gaupipe.vit.forward import run_blocks
 
 SMALLEST = torch.finfo(torch.float32).tiny
-FAINTEST = 2**-25
-"""What float16 rounds to 0: stores of maps hold no smaller weight, and cannot tell it from none."""
 
 
 def soft_loss(logits: Tensor, teacher_probabilities: Tensor, temperature: float = 1.0) -> Tensor:

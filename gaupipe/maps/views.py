@@ -16,6 +16,9 @@ from torch import Tensor
 
 from gaupipe.maps.gaussians import Geometry, interpolate_queries, on_token, view_pixels
 
+FAINTEST = 2**-25
+"""What float16 rounds to 0: stores of maps hold no smaller weight, and cannot tell it from none."""
+
 LEAST_IN_VIEW = 1e-4
 """A row with less of its attention than this inside a view says nothing about the view: what is
 left of it is what the stored numbers' rounding left."""
@@ -48,13 +51,14 @@ def from_top_k(keys: Tensor, weights: Tensor, tokens: int) -> Tensor:
     """Rows [..., T] of a map from some of their keys [..., k] and the weights [..., k] of these:
     float32, summing to 1.
 
-    What the weights leave of 1 is spread evenly over the other keys. Rows whose rounded weights sum
-    to more than 1 are divided by their sum, and so are those of all T keys.
+    What the weights leave of 1 is spread evenly over the other keys. Rounding may leave nothing: a
+    key gets :data:`FAINTEST` at least, which a temperature can raise as it does in other rows. Rows
+    that then sum to more than 1 are divided by their sum, and so are those of all T keys.
     """
     weights = weights.float()
     others = tokens - keys.shape[-1]
     total = weights.sum(-1, keepdim=True)
-    rest = ((1 - total) / max(others, 1)).clamp_min(0)  # of each other key
+    rest = ((1 - total) / max(others, 1)).clamp_min(FAINTEST)  # of each other key
     total = total + others * rest
     rest = (rest / total).expand(*total.shape[:-1], tokens)
     return rest.scatter(-1, keys.long(), weights / total)
