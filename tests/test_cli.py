@@ -126,7 +126,7 @@ def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
     assert (result.returncode, result.stdout) == (2, "")
     meant = "'phase_b.epochs' or 'train.epochs'"
-    said = f"gaupipe: --set: unknown setting 'phase_b.epoch'; did you mean {meant}?\n"
+    said = f"gaupipe: unknown setting 'phase_b.epoch'; did you mean {meant}?\n"
     assert result.stderr == said
 
 
