@@ -197,6 +197,8 @@ def main() -> None:
             changes[field] = value if kind is type(None) else kind(value)
         name = ", ".join([arguments.row, *arguments.set])
         row = replace(row, **changes)
+        if (row.predicted_views or row.maps_of_views) and not arguments.teacher:
+            parser.error("a row of views needs --teacher")
         print(json.dumps(measured(name, row, arguments.cache, arguments.seed, arguments.teacher)))
 
 

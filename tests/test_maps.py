@@ -115,13 +115,19 @@ def test_the_largest_keys_keep_their_weights_and_the_rest_is_spread_evenly(k):
 
 def test_weights_that_rounding_made_too_large():
     """As they come from a store: small integers and float16, their sum 1.1."""
-    keys = torch.tensor([[0, 2], [3, 1]], dtype=torch.uint8)
-    weights = torch.tensor([[0.6, 0.5], [0.25, 0.25]], dtype=torch.float16)
+    keys = torch.tensor([[0, 2], [3, 1], [1, 0]], dtype=torch.uint8)
+    weights = torch.tensor([[0.6, 0.5], [0.25, 0.25], [1.0, 0.0]], dtype=torch.float16)
     restored = from_top_k(keys, weights, 4)
-    least = 2**-25 / 1.1
-    expected = torch.tensor([[0.6 / 1.1, least, 0.5 / 1.1, least], [0.25, 0.25, 0.25, 0.25]])
+    least = 2**-25
+    expected = torch.tensor(
+        [
+            [0.6 / 1.1, least / 1.1, 0.5 / 1.1, least / 1.1],
+            [0.25, 0.25, 0.25, 0.25],
+            [least, 1.0, least, least],
+        ]
+    )
     torch.testing.assert_close(restored, expected, atol=0, rtol=1e-3)
-    torch.testing.assert_close(restored.sum(-1), torch.ones(2))
+    torch.testing.assert_close(restored.sum(-1), torch.ones(3))
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])

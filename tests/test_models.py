@@ -366,9 +366,16 @@ def test_a_model_that_could_not_be_loaded_is_not_saved(tmp_path):
     model = timm.create_model("eva02_tiny_patch14_224", **sizes)
     save_student(model, tmp_path / "student")
     model.prune_intermediate_layers([0])
-    with pytest.raises(UserError, match="Eva has other parts .*blocks.1"):
+    with pytest.raises(UserError, match="Eva is not what timm.*blocks.1"):
         save_student(model, tmp_path / "student")
     assert len(load_folder(tmp_path / "student", "").blocks) == 2  # the earlier one
+
+
+def test_a_model_with_a_depth_for_each_stage_is_saved(tmp_path):
+    model = timm.create_model("pit_ti_224", depth=[1, 2, 1]).eval()
+    save_student(model, tmp_path / "student")
+    images = torch.randn(1, 3, 224, 224)
+    assert torch.equal(load_folder(tmp_path / "student", "")(images), model(images))
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_copies_among_the_images_without_labels_count_for_no_choice(tmp_path, ca
 
 def test_copies_that_are_left_out_of_the_training_images_count_for_no_choice(tmp_path):
     mine = photos(tmp_path / "mine" / "train").parent
-    photos(mine / "test", count=2)  # the first four of the same noise
+    photos(mine / "val", count=2)  # the first four of the same noise
     overrides = ["data.leave_out_copies=true"]
     with_copies = settings_for(mine, overrides, tmp_path / "run")
     for number in range(4):

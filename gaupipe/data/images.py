@@ -68,13 +68,13 @@ def say_lines(lines: Iterable[str]) -> None:
 
 def as_asked(images: FileImages) -> FileImages:
     """The images, or where ``data.unreadable`` says so those that can be read to their end, after
-    lines on stderr about the others. Raises UserError where of a class none is left."""
+    lines on stderr about the others, once in a process. Raises UserError where of a class none is
+    left."""
     if images.settings.unreadable != "leave_out":
         return images
     _, problems = examine(images)
     if not problems:
         return images
-    # once, although the images are opened twice where settings are chosen by them
     for problem in problems.values():
         warn_once(problem)
     warn_once(f"{images.root}: goes on without these images: {len(problems)}")

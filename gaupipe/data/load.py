@@ -61,7 +61,7 @@ def load_data(
         sha256=split.sha256(),
     )
     if isinstance(train, FileImages):
-        say_contradictions(data.name, data.train)
+        _say_contradictions(data.name, data.train)
         data.say_copies("validation", data.val)
     if test is not None:
         data.test = Split.of_all(test)
@@ -127,7 +127,7 @@ def _choose_images(
     return positions, held_out
 
 
-def say_contradictions(name: str, split: Split) -> None:
+def _say_contradictions(name: str, split: Split) -> None:
     """Says how many images of a split, which are in files, are in several classes."""
     _, which = np.unique(split.contents, axis=0, return_inverse=True)
     pairs = np.unique(np.stack([which.reshape(-1), split.labels]), axis=1)  # [2, image and class]
@@ -143,7 +143,7 @@ def _without_copies(train: Split, held_out: Sequence[Split]) -> np.ndarray:
     """The positions of the training images of which ``held_out`` has no copy. Raises UserError
     where a class has none of them."""
     is_copy = are_among(train.contents, [split.contents for split in held_out])
-    kept = np.delete(train.positions, np.flatnonzero(is_copy))  # no image in no file is one
+    kept = np.delete(train.positions, np.flatnonzero(is_copy))  # images in no files have none
     lost = sorted({*train.labels.tolist()} - {*train.source.labels[kept].tolist()})
     if lost:
         names = train.source.class_names

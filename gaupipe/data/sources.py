@@ -76,8 +76,9 @@ def facts_of(
     settings: DataSettings, download: bool = False, unlabelled: bool = False
 ) -> FolderFacts:
     """Looks at images in files, ``unlabelled`` at those without labels too. Copies are not counted:
-    of labelled images where these have no labels, and of validation and test images of their own
-    where ``data.leave_out_copies`` says so. Only to find copies are all files read. Otherwise files
+    of labelled images where these have no labels, and, where ``data.leave_out_copies`` says so, of
+    test images and validation images of their own; copies are left out after validation images are
+    drawn, so that these are a part of all. Only to find copies are all files read. Otherwise files
     that are no images are passed over, because whoever reads all of them says which these are.
     Raises UserError for a place that cannot be meant, for a class that cannot be split, and where
     none of the sampled files is an image."""
@@ -102,7 +103,7 @@ def facts_of(
         raise refusal
     widths, heights = zip(*sizes, strict=True)
     labels = train.labels
-    if settings.leave_out_copies:
+    if settings.leave_out_copies and val is not None:
         held_out = [images.contents for images in (val, test) if isinstance(images, FileImages)]
         labels = labels[~are_among(train.contents, held_out)]
     counts = np.bincount(labels, minlength=len(train.class_names)).tolist()

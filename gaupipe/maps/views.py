@@ -51,11 +51,12 @@ def from_top_k(keys: Tensor, weights: Tensor, tokens: int) -> Tensor:
     """Rows [..., T] of a map from some of their keys [..., k] and the weights [..., k] of these:
     float32, summing to 1.
 
-    What the weights leave of 1 is spread evenly over the other keys. Rounding may leave nothing: a
-    key gets :data:`FAINTEST` at least, which a temperature can raise as it does in other rows. Rows
-    that then sum to more than 1 are divided by their sum, and so are those of all T keys.
+    What the weights leave of 1 is spread evenly over the other keys. Rounding may leave nothing, of
+    small weights too: a key gets :data:`FAINTEST` at least, which a temperature can raise as it
+    does in other rows. Rows that then sum to more than 1 are divided by their sum, and so are those
+    of all T keys.
     """
-    weights = weights.float()
+    weights = weights.float().clamp_min(FAINTEST)
     others = tokens - keys.shape[-1]
     total = weights.sum(-1, keepdim=True)
     rest = ((1 - total) / max(others, 1)).clamp_min(FAINTEST)  # of each other key

@@ -74,7 +74,7 @@ class DataSettings(Section):
     leave_out_copies: bool = False
     """Whether image files that are byte for byte a validation or test image are left out of the
     training images; otherwise a line says how many there are. The settings that ``--data`` chooses
-    do not count copies of images in a folder ``val`` or ``test``."""
+    count them unless the validation images are given too."""
     buckets: Positive | None = None
     """Groups of training images that several processes share (see docs/scale.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of

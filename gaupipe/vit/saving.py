@@ -97,10 +97,12 @@ def save_student(
         path.write_text(json.dumps({**config, "sha256": _sha256(config, fresh)}, indent=2))
         try:
             check_sizes(fresh, fresh / "model.safetensors")
-        except ValueError as error:
+        except OSError:
+            raise
+        except Exception as error:  # of whatever builds the model
             raise UserError(
-                f"save_student: {type(model).__name__} has other parts than timm.create_model gave "
-                f"it and could not be loaded again ({error}): save its state_dict instead"
+                f"save_student: {type(model).__name__} is not what timm.create_model gives, so it "
+                f"could not be loaded again ({one_line(error)}): save its state_dict instead"
             ) from None
 
 
@@ -267,7 +269,7 @@ def check_sizes(folder: Path, weights: Path) -> None:
     stored = _shapes(load_state_dict(str(weights)))
     arguments = json.loads((folder / "config.json").read_bytes()).get("model_args") or {}
     depth = arguments.get("depth", 0)
-    if depth > len(stored):
+    if isinstance(depth, int) and depth > len(stored):
         raise ValueError(f"model_args.depth is {depth}, of {len(stored)} arrays in {weights.name}")
     with torch.device("meta"):
         built = _shapes(timm.create_model(f"{LOCAL}{folder}").state_dict())

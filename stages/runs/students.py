@@ -159,12 +159,10 @@ def resolve(
 def _settings(
     run: RunDirectory, named: str, changes: dict[str, object], distilled: bool
 ) -> Settings:
-    """Those of the student that is ``named`` so, as it began or, if it has not, as the run did,
-    with ``changes``. Raises UserError for a change of what belongs to the run."""
+    """Settings of the student ``named``, as it began or, if it has not, as the run did, with
+    ``changes``. Raises UserError for a change of what belongs to the run."""
     has_begun = (run.student(named, distilled) / "config.yaml").is_file()
-    before = run.settings()
-    if has_begun:
-        before = run.student_settings(named, distilled)
+    before = run.student_settings(named, distilled) if has_begun else run.settings()
     settings = parse(with_overrides(before.model_dump(mode="json"), changes))
     of_the_run = changed(before, settings, Scope.STUDENT, Scope.ANYTIME)
     if of_the_run:

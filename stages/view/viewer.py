@@ -118,9 +118,11 @@ class Viewer:
     @property
     def names(self) -> Names:
         """By which names its images are found."""
-        if self._names is None or self._names.data is not self.data:
-            self._names = Names(self.data)
-        return self._names
+        names = self._names  # another thread may add photos meanwhile
+        data = self.data
+        if names is None or names.data is not data:
+            names = self._names = Names(data)
+        return names
 
     @property
     def has_data(self) -> bool:
