@@ -15,7 +15,7 @@ from gaupipe.teachers import vit as vit_teacher
 from gaupipe.teachers.readable_vit import parts_of_teachers
 from pictures import facts, photos
 from stages.run import speed_of
-from stages.runs.choices import choose
+from stages.runs.choices import Choices, choose
 from stages.runs.directory import RunDirectory
 from stages.runs.trained_teacher import choose_start, look_at
 from vits import small
@@ -32,34 +32,56 @@ def vit(tmp_path):
     return f"local-dir:{tmp_path / 'vit'}"
 
 
-def chosen(*given: str, teacher: str = DEIT_S):
-    """The settings for 3,000 photos, and what was said of each."""
-    tree = with_overrides({}, [f"phase_a.teacher={teacher}", *given])
-    sizes = look_at(teacher, {})
-    choices = choose(facts(), {"name": "folder", "root": "photos"}, False, tree, sizes)
-    choose_start(choices, sizes)
+def proposed(*given: str):
+    """The settings for 3,000 photos with a trained teacher."""
+    tree = with_overrides({}, [f"phase_a.teacher={DEIT_S}", *given])
+    return parse(choose(facts(), {"name": "folder", "root": "photos"}, False, tree).tree, "test")
+
+
+def test_of_a_trained_teacher_predictions_are_learned_unless_its_maps_are_asked_for():
+    settings = proposed()
+    assert (settings.model.stem, settings.model.args["depth"]) == ("residual", 2)
+    phase = settings.phase_b
+    assert (phase.alpha, phase.beta, phase.gamma, phase.warm_start) == (0.7, 0.3, 0, "none")
+    assert settings.export.kind == "predictions" and settings.export.views is None
+    assert settings.student_training.epochs == settings.train.epochs == 132_000 // 2700
+    for asks in ("phase_b.gamma=0.3", "export.kind=topk", "phase_b.alpha=0"):
+        with_maps = proposed(asks)
+        phase = with_maps.phase_b
+        assert (phase.alpha, phase.gamma, phase.head_map) == (0, 0.3, "mean")
+        assert with_maps.export.kind == "topk"
+        assert with_maps.export.views == phase.gamma_epochs == 12
+        assert with_maps.model == settings.model
+
+
+SLICE = [
+    *("data.image_size=128", "model.args.patch_size=16", "model.args.embed_dim=96"),
+    *("model.args.depth=4", "model.args.num_heads=6"),
+]
+
+
+def started(*given: str, teacher: str = DEIT_S):
+    """What follows from a trained teacher for the student of a configuration, and why."""
+    choices = Choices(with_overrides({}, [f"phase_a.teacher={teacher}", *SLICE, *given]))
+    choose_start(choices, look_at(teacher, {}))
     return parse(choices.tree, "test"), choices.reasons
 
 
-def test_a_student_is_a_slice_of_its_teacher_where_one_fits():
-    settings, reasons = chosen()
-    assert (settings.data.image_size, settings.model.args["patch_size"]) == (128, 16)
-    sizes = [settings.model.args[name] for name in ("embed_dim", "depth", "num_heads")]
-    assert sizes == [96, 4, 6]
+def test_a_student_of_a_configuration_is_a_slice_of_its_teacher_where_one_fits():
+    settings, reasons = started()
     assert (settings.phase_b.warm_start, settings.phase_b.head_map) == ("slice", None)
-    assert settings.export.views == settings.phase_b.gamma_epochs == 12
     assert "of the teacher's weights" in reasons["phase_b.warm_start"]
-    four, _ = chosen("model.args.num_heads=4")
+    four, _ = started("model.args.num_heads=4")
     assert (four.phase_b.warm_start, four.phase_b.head_map) == ("slice", "mean")
-    larger, reasons = chosen("model.args.embed_dim=480")
+    larger, reasons = started("model.args.embed_dim=480")
     assert larger.phase_b.warm_start == "none"
     assert "channels: 480, the trained ViT 384" in reasons["phase_b.warm_start"]
-    lacking, reasons = chosen(teacher="vit_base_patch16_clip_224.openai")
+    lacking, reasons = started(teacher="vit_base_patch16_clip_224.openai")
     assert lacking.phase_b.warm_start == "none"
     assert "the teacher has norm_pre.weight" in reasons["phase_b.warm_start"]
-    scaled, _ = chosen(teacher="vit_small_patch16_224.augreg_in1k")
+    scaled, _ = started(teacher="vit_small_patch16_224.augreg_in1k")
     assert scaled.data.scaling == {"mean": [0.5] * 3, "std": [0.5] * 3}  # as its patches expect
-    other, reasons = chosen(teacher="vit_small_patch16_dinov3.lvd1689m")
+    other, reasons = started(teacher="vit_small_patch16_dinov3.lvd1689m")
     assert (other.phase_b.warm_start, other.phase_b.head_map) == ("none", "mean")
     assert "no VisionTransformer" in reasons["phase_b.warm_start"]
 
@@ -70,7 +92,7 @@ def test_one_command_from_photos_to_a_table(vit, tmp_path, in_process, monkeypat
     command = ["run", "--data", tmp_path / "photos", "--teacher", vit, *TINY]
     code, out, err = in_process(*command, "--run-dir", tmp_path / "run")
     assert code == 0, err
-    for said in ("phase_b.warm_start=slice ", "model.args.embed_dim=48 ", "a linear probe on its"):
+    for said in ("export.kind=predictions ", "model.stem=residual ", "a linear probe on its"):
         assert err.count(said) == 1
     [teacher] = [line for line in out.splitlines() if "teacher, linear head" in line]
     [student] = [line for line in out.splitlines() if "standard, distilled" in line]
@@ -81,8 +103,6 @@ def test_one_command_from_photos_to_a_table(vit, tmp_path, in_process, monkeypat
     cells = re.split(" {2,}", student.strip())
     assert len(cells) == 6 and cells[4] == re.split(" {2,}", plain.strip())[4]
     assert re.fullmatch(r"\d+\.\d % \(\d+\.\d to \d+\.\d %\)", cells[2])
-    settings = RunDirectory(tmp_path / "run").settings()
-    assert settings.data.scaling["mean"] == [0.2] * 3
 
 
 def test_a_configuration_says_what_it_says_and_the_rest_follows_the_teacher(

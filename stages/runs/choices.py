@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gaupipe.data.folder import FolderFacts
 from gaupipe.settings import FILE_IMAGE_SIZE
@@ -23,24 +23,11 @@ from gaupipe.system.files import from_here
 from stages.runs import presets
 from stages.runs.presets import Preset
 
-if TYPE_CHECKING:
-    from gaupipe.vit.slicing import VitSizes
-
 WITH_A_TEACHER = ("phase_a.", "export.", "phase_b.")
 """Settings that a training without a teacher does not read."""
 
 CHARACTERS = re.compile(r"(digit|letter|character|number)?[ _-]*([0-9]{1,2}|[a-zA-Z])")
 """Names of classes that are digits or letters."""
-
-
-@dataclass(frozen=True)
-class TeacherSizes:
-    """The sizes of a trained teacher of which a student may be a slice, how its images are scaled,
-    and the parts that its state_dict names, on the meta device."""
-
-    sizes: VitSizes
-    scaling: dict[str, list[float]]
-    weights: dict[str, Any]
 
 
 def is_given(teacher: Any) -> bool:
@@ -95,14 +82,13 @@ def choose(
     place: Mapping[str, str | None],
     gpu: bool,
     given: dict[str, Any],
-    teacher: TeacherSizes | None = None,
     *,
     paper: bool = False,
 ) -> Choices:
     """Settings for the images in ``place``, of ``data.name`` and ``data.root``. ``given`` is what
-    the user set, as a nested dict: it stays, and the other choices follow it. ``teacher`` is a
-    trained one, of which a student may be a slice. Where the user names no teacher, and all images
-    have labels, ``paper`` takes the GauTransformer paper's, and else evidence decides."""
+    the user set, as a nested dict: it stays, and the other choices follow it. Where the user names
+    no teacher, and all images have labels, ``paper`` takes the GauTransformer paper's, and else
+    evidence decides."""
     choices = Choices(given)
     for name, value in place.items():
         choices.choose(f"data.{name}", value)
@@ -111,18 +97,13 @@ def choose(
         _choose_fine_tuning(choices, images, facts.counts)
         return choices
     dim, depth, seen = presets.GPU_MODEL if gpu else presets.MODEL
-    if teacher is None:
-        sizes = presets.GPU_SIZES if gpu else presets.SIZES
-        size, tokens = _choose_sizes(choices, facts, sizes, presets.STEM)
-        maps = _choose_model(choices, dim, depth)
-    else:
-        size, tokens = _choose_sizes(choices, facts, presets.SLICE_SIZES, "patch")
-        maps = _choose_slice(choices, teacher, *presets.SLICE[gpu])
-    teacher = choices.given("phase_a.teacher")
+    sizes = presets.GPU_SIZES if gpu else presets.SIZES
+    size, tokens = _choose_sizes(choices, facts, sizes, presets.STEM)
+    maps = _choose_model(choices, dim, depth)
     if choices.given("phase_a.fine_tune_epochs"):
         choices.choose("phase_a.stop_accuracy", 1.0)
         choices.take(presets.OPTIMIZER_OF_FINE_TUNING, "phase_a.optim.")
-    if facts.unlabelled or (isinstance(teacher, str) and not teacher_kind(teacher).shows_maps):
+    if facts.unlabelled or _learns_predictions(choices):
         _choose_predictions(choices, images, facts.unlabelled, seen)
     else:
         _choose_training(choices, images, epochs_of(images, seen), tokens, paper)
@@ -193,24 +174,18 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
     return depth * heads
 
 
-def _choose_slice(choices: Choices, teacher: TeacherSizes, width: int, depth: int) -> int:
-    """As :func:`_choose_model`, of a ViT that a slice of the teacher fits."""
-    if choices.given("model.name") is not None:
-        return 144
-    choices.choose("model.name", "gauvit_pico_patch2_8")
-    most = teacher.sizes
-    width = min(width, most.channels)
-    width = choices.choose("model.args.embed_dim", width, f"the width, of {most.channels}")
-    depth = min(depth, most.blocks)
-    depth = choices.choose("model.args.depth", depth, f"the number of blocks, of {most.blocks}")
-
-    # the teacher's heads, or as many of them as the width holds
-    heads: int = most.heads
-    while heads > 1 and (width % heads or width // heads < presets.NARROWEST_HEAD):
-        heads -= 1
-    heads = choices.choose("model.args.num_heads", heads, f"attention heads, of {most.heads}")
-    choices.choose("model.args.mlp_ratio", 4)
-    return depth * heads
+def _learns_predictions(choices: Choices) -> bool:
+    """True for a teacher of which predictions alone are learned: one without maps, and a trained
+    one unless the user asks for its maps."""
+    teacher = choices.given("phase_a.teacher")
+    if not is_given(teacher):
+        return isinstance(teacher, str) and not teacher_kind(teacher).shows_maps
+    asks_for_maps = (
+        choices.given("phase_b.gamma")
+        or choices.given("phase_b.alpha") == 0
+        or choices.given("export.kind", "predictions") != "predictions"
+    )
+    return not asks_for_maps
 
 
 def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -> None:
@@ -250,8 +225,8 @@ def epochs_of(images: int, seen: int) -> int:
 
 
 def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: int) -> None:
-    """Chooses a teacher that predicts the images without labels, and a student that learns from its
-    predictions: each image weighs the same."""
+    """Chooses a student that learns from a teacher's predictions, and a teacher of images without
+    labels. Beside these the labels weigh as much as their share of the images."""
     choices.take(presets.RESNET)
     teacher = choices.given("phase_a.teacher")
     choices.choose("model.attention", "standard", "its attention; another one is --student NAME")
@@ -262,16 +237,20 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
     if teacher == "resnet":
         choices.choose("phase_a.optim.lr", presets.RESNET_RATE, "its learning rate, of timm's Muon")
     both = images + unlabelled
-    epochs = max(presets.SEEN_OF_MANY // both, presets.FEWEST_EPOCHS_OF_MANY)
-    epochs = min(epochs, presets.MOST_EPOCHS)
+    epochs = labels_epochs
+    share = presets.SHARE_OF_LABELS
+    if unlabelled:
+        epochs = max(presets.SEEN_OF_MANY // both, presets.FEWEST_EPOCHS_OF_MANY)
+        epochs = min(epochs, presets.MOST_EPOCHS)
+        share = max(presets.SMALLEST_SHARE, round(images / both, 2))
     epochs = choices.given("train.epochs") or epochs  # those of all trainings, where given
     epochs = choices.choose("phase_b.epochs", epochs, f"which show it {epochs * both:,} images")
     if choices.given("train.epochs") is None:
         choices.choose("train.epochs", labels_epochs, "of the baseline, on the labels alone")
-    share = 0.5
-    if unlabelled:
-        share = max(presets.SMALLEST_SHARE, round(images / both, 2))
-    choices.choose("phase_b.beta", share, "the weight of the labels: the share of their images")
+    reason = "the weight of the labels: the share of their images"
+    if not unlabelled:
+        reason = "the weight of the labels"
+    choices.choose("phase_b.beta", share, reason)
     choices.choose("phase_b.alpha", round(1 - share, 2), "the weight of the teacher's predictions")
     choices.take(presets.PREDICTIONS)
     _choose_batch(choices, both, presets.BATCH_OF_MANY if unlabelled else None)
@@ -327,6 +306,9 @@ def _choose_maps(choices: Choices, teacher: str, student_epochs: int) -> None:
     if not is_given(teacher):
         choices.choose("phase_a.stop_accuracy", 1.0)
     choices.take(presets.MAPS)
+    if is_given(teacher):
+        reason = "each head learns from the mean of the teacher's"
+        choices.choose("phase_b.head_map", "mean", reason)
     weight, share = presets.LOCAL_MAPS
     if teacher_kind(teacher).stored:
         weight, share = presets.STORED_MAPS

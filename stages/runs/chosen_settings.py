@@ -15,10 +15,9 @@ from gaupipe.data.unlabelled import folder_beside
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.load import Overrides, load_merged, parse, read_overrides, with_overrides
 from gaupipe.system.errors import UserError
-from stages.runs.choices import Choices, choose, fine_tuning, has_gpu, is_given
+from stages.runs.choices import Choices, choose, fine_tuning, has_gpu
 from stages.runs.directory import RunDirectory
 from stages.runs.presets import FEW_IMAGES
-from stages.runs.trained_teacher import choose_start, look_at
 
 
 def settings_for(
@@ -51,13 +50,7 @@ def settings_for(
             raise UserError(f"data.{name}: --data {folder} says where the images are")
     images = DataSettings.model_validate(asked.data.model_dump() | place)
     facts = facts_of(images, bool(given.get("download")), unlabelled=not plain)
-    sizes = None
-    starts = is_given(asked.phase_a.teacher) and not facts.unlabelled
-    if starts:
-        sizes = look_at(asked.phase_a.teacher, asked.phase_a.teacher_args)
-    choices = choose(facts, place, has_gpu(given), given, sizes, paper=paper)
-    if starts:
-        choose_start(choices, sizes)
+    choices = choose(facts, place, has_gpu(given), given, paper=paper)
     settings = parse(choices.tree)
     lines = [f"{folder}: {facts}"]
     if settings.model.name.startswith("gauvit_") and facts.images < FEW_IMAGES:

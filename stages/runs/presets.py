@@ -18,9 +18,6 @@ said."""
 # size of the images themselves
 SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
 GPU_SIZES = ((128, 128, 8), *SIZES)
-SLICE_SIZES = ((128, 128, 16), *SIZES)
-"""A slice of a teacher takes its patches, of which 128 pixels have as many as 64 of half the
-size."""
 
 # ---- the ViT from the start: (embed_dim, depth, images that teacher and student see in all epochs)
 MODEL = (64, 2, 132_000)
@@ -28,9 +25,6 @@ GPU_MODEL = (192, 9, 600_000)
 STEM = "residual"
 """With it two blocks end as high as four, and above four blocks behind the conv stem
 (unlabelled.json, local.json)."""
-# ---- a slice of a teacher, by whether there is a GPU: (embed_dim, depth)
-SLICE = {False: (96, 4), True: (192, 9)}
-NARROWEST_HEAD = 16
 
 # ---- the number of images
 BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))
@@ -87,10 +81,13 @@ MOST_BYTES = 2e9
 """Of all stored views."""
 
 PREDICTIONS: Preset = {
-    "phase_b.gamma": (0.0, "no attention maps: they added little to predictions"),
+    "phase_b.gamma": (0.0, "no attention maps, which added little to predictions"),
     "export.kind": ("predictions", "of each image as it is, 2 bytes for each class"),
 }
-"""A teacher of images without labels, or of one without maps (unlabelled.json)."""
+"""Of a teacher of images without labels (unlabelled.json), of a trained one of labelled images
+(judge_unlabelled.json, given-teacher.json), or of one without maps."""
+SHARE_OF_LABELS = 0.3
+"""In the loss, beside predictions of the labelled images alone (given-teacher.json)."""
 RESNET: Preset = {
     "phase_a.teacher": (
         "resnet",
@@ -98,7 +95,7 @@ RESNET: Preset = {
     ),
 }
 SMALLEST_SHARE = 0.05
-"""Of the labels in the loss."""
+"""Of the labels in the loss, where most images have none."""
 
 PAPERS: Preset = {
     "phase_a.teacher": ("gaussian", "Gaussians of each image, as in the paper; 'run' takes local"),

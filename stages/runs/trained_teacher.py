@@ -3,6 +3,7 @@ it takes from the teacher."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from timm.data import resolve_model_data_config
@@ -14,8 +15,19 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.readable_vit import has_standard_attention
 from gaupipe.vit.build import create_model
 from gaupipe.vit.fine_tuning import build_untrained, sizes_of
-from stages.runs.choices import Choices, TeacherSizes
+from gaupipe.vit.slicing import VitSizes
+from stages.runs.choices import Choices
 from stages.runs.presets import MOST_VIEWS
+
+
+@dataclass(frozen=True)
+class TeacherSizes:
+    """The sizes of a trained teacher of which a student may be a slice, how its images are scaled,
+    and the parts that its state_dict names, on the meta device."""
+
+    sizes: VitSizes
+    scaling: dict[str, list[float]]
+    weights: dict[str, Any]
 
 
 def look_at(name: str, arguments: dict[str, Any]) -> TeacherSizes | None:
