@@ -243,10 +243,10 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
         epochs = max(presets.SEEN_OF_MANY // both, presets.FEWEST_EPOCHS_OF_MANY)
         epochs = min(epochs, presets.MOST_EPOCHS)
         share = max(presets.SMALLEST_SHARE, round(images / both, 2))
-    epochs = choices.given("train.epochs") or epochs  # those of all trainings, where given
-    epochs = choices.choose("phase_b.epochs", epochs, f"which show it {epochs * both:,} images")
-    if choices.given("train.epochs") is None:
+    if choices.given("train.epochs") is None:  # else it is the student's, too
+        choices.choose("phase_b.epochs", epochs, f"which show it {epochs * both:,} images")
         choices.choose("train.epochs", labels_epochs, "of the baseline, on the labels alone")
+    epochs = choices.given("phase_b.epochs") or choices.given("train.epochs")
     reason = "the weight of the labels: the share of their images"
     if not unlabelled:
         reason = "the weight of the labels"
