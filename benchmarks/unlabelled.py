@@ -11,10 +11,10 @@
 pixels, 8 x 8 patches) of the images as they are, and writes them to CACHE. ``more`` adds what some
 rows need besides: 20,000 images of other things, and 128 pixels for the teacher. ``train`` trains
 one of :data:`ROWS` with one thread and prints it as one line of JSON; rows "of views" take a
-``--teacher``, which sees each step's views. Of the training images 3,000
-keep their labels (300 a class), 2,000 are validation images and 20,000 or 45,000 others have none;
-5,000 test images are drawn once. Every training begins with the same images; a seed changes the
-weights at the start, the views and the order.
+``--teacher``, which sees each step's views. Of the training images 3,000 keep their labels (300 a
+class), 2,000 are validation images and 20,000 or 45,000 others have none; 5,000 test images are
+drawn once. Every training begins with the same images; a seed changes the weights at the start, the
+views and the order.
 
 Core seconds are the processor's, with those of what the row needs of a teacher: its pass over the
 images, or its own training.

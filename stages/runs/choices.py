@@ -239,17 +239,16 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
     both = images + unlabelled
     epochs = labels_epochs
     share = presets.SHARE_OF_LABELS
+    reason = "the weight of the labels"
     if unlabelled:
         epochs = max(presets.SEEN_OF_MANY // both, presets.FEWEST_EPOCHS_OF_MANY)
         epochs = min(epochs, presets.MOST_EPOCHS)
         share = max(presets.SMALLEST_SHARE, round(images / both, 2))
+        reason += ": the share of their images"
     if choices.given("train.epochs") is None:  # else it is the student's, too
         choices.choose("phase_b.epochs", epochs, f"which show it {epochs * both:,} images")
         choices.choose("train.epochs", labels_epochs, "of the baseline, on the labels alone")
     epochs = choices.given("phase_b.epochs") or choices.given("train.epochs")
-    reason = "the weight of the labels: the share of their images"
-    if not unlabelled:
-        reason = "the weight of the labels"
     choices.choose("phase_b.beta", share, reason)
     choices.choose("phase_b.alpha", round(1 - share, 2), "the weight of the teacher's predictions")
     choices.take(presets.PREDICTIONS)
@@ -303,12 +302,12 @@ def _choose_the_papers(choices: Choices, tokens: int) -> None:
 
 def _choose_maps(choices: Choices, teacher: str, student_epochs: int) -> None:
     """Chooses a training from labels and, at first, from the maps of any other teacher."""
-    if not is_given(teacher):
-        choices.choose("phase_a.stop_accuracy", 1.0)
-    choices.take(presets.MAPS)
     if is_given(teacher):
         reason = "each head learns from the mean of the teacher's"
         choices.choose("phase_b.head_map", "mean", reason)
+    else:
+        choices.choose("phase_a.stop_accuracy", 1.0)
+    choices.take(presets.MAPS)
     weight, share = presets.LOCAL_MAPS
     if teacher_kind(teacher).stored:
         weight, share = presets.STORED_MAPS
