@@ -15,6 +15,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,15 +43,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     started = time.process_time()
-    sizes = dict(patch_size=4, embed_dim=64, depth=4, num_heads=2, mlp_ratio=2)  # given_sweep.yaml
+    residual = ["model.stem=residual", "model.args.depth=2"]
     vits = {
         "student, 32 pixels, patches": student("given_cifar10"),
-        "student, 32 pixels, convolutional stem": student("given_cifar10", "conv"),
-        "student, 32 pixels, patches, class token": timm.create_model(
-            TEACHER, img_size=32, num_classes=10, **sizes
-        ),
+        "student, 32 pixels, conv stem": student("given_cifar10", ["model.stem=conv"]),
+        "student, 32 pixels, residual stem, 2 blocks": student("given_cifar10", residual),
         "student, 64 pixels, patches": student("judge"),
-        "student, 64 pixels, convolutional stem": student("judge", "conv"),
+        "student, 64 pixels, conv stem": student("judge", ["model.stem=conv"]),
+        "student, 64 pixels, residual stem, 2 blocks": student("judge", residual),
         "DeiT-Ti, the teacher, 224 pixels": timm.create_model(TEACHER),
     }
     rates: dict[str, list[float]] = {name: [] for name in vits}
@@ -88,9 +88,9 @@ def main() -> None:
     print(json.dumps([entry | facts for entry in entries], indent=1))
 
 
-def student(config: str, stem: str = "patch") -> VisionTransformer:
-    """The student of a configuration of docs/results/data."""
-    settings = load(CONFIGS / f"{config}.yaml", [f"model.stem={stem}"])
+def student(config: str, changes: Sequence[str] = ()) -> VisionTransformer:
+    """The student of a configuration of docs/results/data, with ``changes`` as --set takes them."""
+    settings = load(CONFIGS / f"{config}.yaml", list(changes))
     images = dict(image_size=settings.data.image_size, channels=3, num_classes=CLASSES[config])
     return build_vit(settings.model, SimpleNamespace(**images))
 
