@@ -39,7 +39,7 @@ from torchvision.transforms.functional import gaussian_blur
 from gaupipe.teachers.files import open_model
 from gaupipe.vit.capture import Traced, trace
 from gaupipe.vit.heads import length_of_features, probabilities
-from stages.look.image_maps import LiveMaps
+from stages.look.live_maps import LiveMaps
 from stages.look.removal import SHARE, painted
 
 BATCH = 32

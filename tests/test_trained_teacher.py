@@ -48,7 +48,8 @@ from stages import evaluate, export, phase_a, phase_b
 from stages.compare import costs
 from stages.compare.rows import Row
 from stages.look import inspect
-from stages.look.image_maps import LiveMaps, StudentMaps, images_of, photo
+from stages.look.image_maps import images_of, photo
+from stages.look.live_maps import LiveMaps, StudentMaps
 from stages.publish import folder as publish
 from stages.run import Line, run_all, table
 from stages.runs import resources

@@ -22,7 +22,8 @@ from gaupipe.system.files import check_file, utf8
 from gaupipe.teachers.notes import StoreNotes
 from stages.look import picture
 from stages.look.colours import colours
-from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, photo
+from stages.look.image_maps import ImageMaps, StoredMaps, photo
+from stages.look.live_maps import StudentMaps
 from stages.look.measures import divergence
 from stages.runs.directory import RunDirectory
 

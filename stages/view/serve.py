@@ -19,7 +19,7 @@ from gaupipe.system.imports import pip_install
 from gaupipe.system.machine import share_one_heap
 from gaupipe.system.messages import LOG
 from gaupipe.teachers.files import FilesTeacher, images_of, open_model
-from stages.look.image_maps import LiveMaps, StudentMaps
+from stages.look.live_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
 from stages.view.names import ending
 from stages.view.page import write_page

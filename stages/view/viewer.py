@@ -29,7 +29,8 @@ from gaupipe.system.errors import UserError, one_line
 from gaupipe.teachers.notes import Drawing
 from gaupipe.vit.heads import reads_class_token
 from stages.look.colours import colours
-from stages.look.image_maps import WHOLE, Crop, LiveMaps, StoredMaps, photo
+from stages.look.image_maps import WHOLE, Crop, StoredMaps, photo
+from stages.look.live_maps import LiveMaps
 from stages.look.measures import divergence, numbers, with_mean_and_rollout
 from stages.look.removal import Tested
 from stages.view.gallery import Gallery, Page, stored_gallery
