@@ -399,7 +399,7 @@ def test_folders_called_like_classes_label_their_images(tmp_path, browser):
 
 def test_predictions_come_in_when_nobody_waits(viewer, tmp_path):
     """Behind the page, and not while an answer is computed."""
-    with viewer.answering():
+    with viewer.answers.awaited():
         assert viewer.page("train", "", "id", None, 0).items[0].predicted is None
         time.sleep(0.5)
         assert viewer.gallery("train", "").done == 0
@@ -421,7 +421,7 @@ def test_predictions_come_in_when_nobody_waits(viewer, tmp_path):
 def test_an_order_that_is_still_computed_is_not_said_to_be_empty(viewer, browser):
     with serving(viewer) as address:
         page = Page(browser, address)
-        with viewer.answering():  # before which nothing is predicted
+        with viewer.answers.awaited():  # before which nothing is predicted
             page.open("order=unsure")
             page.page.wait_for_selector("#reading")  # visible, soon after the page is open
             assert page.text("#thumbs") == ""

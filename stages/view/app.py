@@ -130,7 +130,7 @@ def make_app(viewer: Viewer) -> Starlette:
         """An answer that somebody waits for, before whom nothing is read ahead."""
 
         def computed(question: Question) -> Content:
-            with viewer.answering():
+            with viewer.answers.awaited():
                 return answer(question)
 
         return computed

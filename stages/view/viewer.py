@@ -6,14 +6,12 @@ Axis letters: L blocks, H heads, T patches, P class and register tokens.
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import secrets
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -33,9 +31,11 @@ from stages.look.image_maps import WHOLE, Crop, StoredMaps, photo
 from stages.look.live_maps import LiveMaps
 from stages.look.measures import divergence, numbers, with_mean_and_rollout
 from stages.look.removal import Tested
+from stages.view.answers import Answers
 from stages.view.gallery import Gallery, Page, stored_gallery
 from stages.view.messages import About, Pack, Pixels, Reading, Start, Status, pack
 from stages.view.names import Names, ending
+from stages.view.pictures import encoded
 
 MOST_LIKELY = 5
 """Classes that are offered first where a class is explained."""
@@ -43,13 +43,8 @@ LARGE = 1_000_000
 """Weights of an image above which they are sent as float16."""
 PHOTO = 1600
 """Pixels a side of the largest picture of an image."""
-SMALL = 256
-"""Pixels a side up to which a picture is sent as it is."""
 THUMBNAIL = 160
 """Pixels a side of a picture in the gallery, as in static/gallery.js."""
-QUALITY = 88
-MOMENT = 0.4
-"""Seconds after an answer in which nothing is read ahead."""
 Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
 
@@ -102,12 +97,8 @@ class Viewer:
         self._opened: dict[str, LiveMaps] = {}
         self._galleries: dict[tuple[str, str], Gallery] = {}
         self._names: Names | None = None
-        self._asked = 0
-        """Answers that are being computed."""
-        self._answered = 0.0
-        """When the latest was there."""
+        self.answers = Answers()
         self._one_at_a_time = threading.RLock()
-        self._counting = threading.Lock()
 
     @property
     def data(self) -> ImageData:
@@ -220,7 +211,7 @@ class Viewer:
                     labels,
                     shown.labelled,
                     shown.predicts,
-                    self.wait_until_idle,
+                    self.answers.wait_until_idle,
                 )
             self._galleries[split, name] = made
             return made
@@ -235,23 +226,6 @@ class Viewer:
             return page
         titled = [replace(item, title=self._title(item.id, split)) for item in page.items]
         return replace(page, items=titled)
-
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """While somebody waits for an answer."""
-        with self._counting:
-            self._asked += 1
-        try:
-            yield
-        finally:
-            with self._counting:
-                self._asked -= 1
-                self._answered = time.monotonic()
-
-    def wait_until_idle(self) -> None:
-        """Returns when nobody waits for an answer, or has waited a moment ago."""
-        while self._asked or time.monotonic() - self._answered < MOMENT:
-            time.sleep(MOMENT / 4)
 
     def shown(self, split: str = "train", name: str = "") -> StoredMaps | LiveMaps:
         """What shows the images of a split: a model or, without a ``name``, the store where there
@@ -347,19 +321,11 @@ class Viewer:
     def pixels(
         self, image: int, view: int = 0, split: str = "train", side: int = PHOTO
     ) -> tuple[bytes, str]:
-        """The picture of an image at no more than ``side`` pixels a side, and its media type: PNG,
-        but JPEG where it was made smaller."""
+        """The picture of an image, see :func:`stages.view.pictures.encoded`."""
         self.check(image, view, split)
         taken = self._photo if side > THUMBNAIL else self._open_photo  # of which a page has many
         picture, _ = taken(image, view, split)
-        file = io.BytesIO()
-        if max(picture.size) <= SMALL:
-            picture.save(file, "PNG")
-            return file.getvalue(), "image/png"
-        picture = picture.convert("RGB")  # a copy, as thumbnail changes it
-        picture.thumbnail((side, side))
-        picture.save(file, "JPEG", quality=QUALITY)
-        return file.getvalue(), "image/jpeg"
+        return encoded(picture, side)
 
     def _open_photo(self, image: int, view: int, split: str) -> tuple[Image.Image, Crop]:
         return photo(self.data, image, self._views(split), view, split)
