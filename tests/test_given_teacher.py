@@ -54,6 +54,15 @@ def test_of_a_trained_teacher_predictions_are_learned_unless_its_maps_are_asked_
         assert with_maps.model == settings.model
 
 
+def test_of_images_without_labels_maps_are_learned_beside_predictions_if_asked_for():
+    given = with_overrides({}, [f"phase_a.teacher={DEIT_S}", "phase_b.gamma=0.3"])
+    choices = choose(facts(unlabelled=20_000), {"name": "folder", "root": "photos"}, False, given)
+    settings = parse(choices.tree, "test")
+    phase = settings.phase_b
+    assert (phase.alpha, phase.beta, phase.gamma, phase.head_map) == (0.88, 0.12, 0.3, "mean")
+    assert settings.export.kind == "topk"
+
+
 SLICE = [
     *("data.image_size=128", "model.args.patch_size=16", "model.args.embed_dim=96"),
     *("model.args.depth=4", "model.args.num_heads=6"),

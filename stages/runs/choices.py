@@ -251,7 +251,10 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
     epochs = choices.given("phase_b.epochs") or choices.given("train.epochs")
     choices.choose("phase_b.beta", share, reason)
     choices.choose("phase_b.alpha", round(1 - share, 2), "the weight of the teacher's predictions")
-    choices.take(presets.PREDICTIONS)
+    if not choices.given("phase_b.gamma"):
+        choices.take(presets.PREDICTIONS)
+    elif is_given(teacher):
+        choices.choose("phase_b.head_map", "mean", presets.HEADS)
     _choose_batch(choices, both, presets.BATCH_OF_MANY if unlabelled else None)
     _choose_optimizer(choices, epochs)
 
@@ -303,8 +306,7 @@ def _choose_the_papers(choices: Choices, tokens: int) -> None:
 def _choose_maps(choices: Choices, teacher: str, student_epochs: int) -> None:
     """Chooses a training from labels and, at first, from the maps of any other teacher."""
     if is_given(teacher):
-        reason = "each head learns from the mean of the teacher's"
-        choices.choose("phase_b.head_map", "mean", reason)
+        choices.choose("phase_b.head_map", "mean", presets.HEADS)
     else:
         choices.choose("phase_a.stop_accuracy", 1.0)
     choices.take(presets.MAPS)

@@ -75,6 +75,7 @@ MAPS: Preset = {"phase_b.alpha": (0.0, ""), "phase_b.beta": (1.0, "")}
 # gamma, and the share of the epochs that have it, of stored maps and of those of local
 STORED_MAPS = (0.3, 1 / 3)
 LOCAL_MAPS = (0.25, 2 / 5)
+HEADS = "each head learns from the mean of the teacher's"
 MOST_VIEWS = 12
 """Views of each image whose maps a trained teacher shows: each costs it a forward pass."""
 MOST_BYTES = 2e9
