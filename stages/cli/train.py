@@ -70,7 +70,7 @@ def run(
 
     Stages that have finished are not run again.
 
-    Example: `gaupipe run --data photos --student belief2`
+    Example: `gaupipe run --data photos --unlabelled more --teacher deit_tiny_patch16_224.fb_in1k`
     """
     changes = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     ran = functions.run(
@@ -242,7 +242,7 @@ def phase_b(
     ] = True,
     resume: Resume = False,
 ) -> None:
-    """Distil the stored maps into an ordinary ViT, which timm loads.
+    """Train a student from the store: an ordinary ViT, which timm loads.
 
     Example: `gaupipe phase-b --student belief2 --epochs 40`
     """
@@ -300,7 +300,7 @@ def train(
 ) -> None:
     """Train a ViT on the labels alone: no teacher, no store.
 
-    Example: `gaupipe train --data photos --student xsa --epochs 30`
+    Example: `gaupipe train --data photos --epochs 30`
     """
     changes = with_options(overrides, "train", epochs, lr, batch_size, seed, device)
     trained = functions.train(
