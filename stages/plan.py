@@ -274,7 +274,9 @@ def seconds_of(
     export of a teacher that was trained before is left out."""
     seconds = {}
     if "phase_a" in stages:
-        trained, exported = teacher_seconds(outline(settings, data), images)
+        trained, exported = teacher_seconds(
+            outline(settings, data), images, settings.export.views or 1
+        )
         if exported:
             seconds = {"phase_a": trained, "export": exported}
     if "export_unlabelled" in stages and seconds:

@@ -26,6 +26,7 @@ from gaupipe.system.progress import duration
 from gaupipe.teachers.base import outline
 from gaupipe.teachers.gaussian import GaussianTeacher
 from gaupipe.teachers.gaussian_vit import GaussianViT
+from gaupipe.training.job import drop_patches
 from gaupipe.training.student import build_student
 from gaupipe.vit.saving import save_student
 from pictures import photos
@@ -244,6 +245,27 @@ def test_the_export_of_a_model_takes_what_its_store_holds(tmp_path, in_process):
     written = sum(array.nbytes for array in arrays.values())
     assert planned["stages"]["export"]["disk_bytes"] == written
     assert planned["total"]["seconds"] > 0 and planned["images"] == 3
+
+
+def test_steps_with_maps_with_fewer_patches_and_with_all_are_measured_apart(monkeypatch):
+    settings = load("digits_expected", ["train.patch_drop_rate=0.5", "device=cpu"])
+    data = load_data(settings.data)
+    dropped = []
+
+    def measured(step, images):
+        step(2)
+        return 1.0
+
+    def drop(student, share):
+        dropped.append(share)
+        drop_patches(student, share)
+
+    monkeypatch.setattr(timing, "seconds_per_image", measured)
+    monkeypatch.setattr(timing, "drop_patches", drop)
+    gammas = [1, 1, 0, 0, 0, 0]
+    train = settings.student_training
+    assert timing.student_seconds(settings, data, train, 10, gammas) == 60
+    assert dropped == [0, 0.5, 0]
 
 
 def test_seconds_are_those_of_steps_without_the_first(monkeypatch):

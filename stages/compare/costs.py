@@ -68,7 +68,7 @@ def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
     if not training.row.plain:
         teacher_run = training.teacher_run
     data = load_data(settings.data, unlabelled=teacher_run is not None)
-    job = phase_b.build_training(settings, data, teacher_run, training.maps_url)
+    job = phase_b.build_training(settings, data, teacher_run, training.maps_url, afresh=False)
     buckets = settings.data.num_buckets
     batches = Batches(job.images, data, job.device, settings.data.batch_size, 0, buckets)
     augment = Augment(settings.augment, settings.seed)
@@ -103,9 +103,9 @@ def phase_a_costs(
         return {"multiply_adds": 0, "processor_seconds": 0.0}
     teacher = load_teacher(training.teacher_run, data)
     schema = store.open(str(training.maps)).schema
-    exported = outputs(teacher, schema, teacher.batches(data.train), np.arange(1))
+    exported = outputs(teacher, schema, teacher.batches(data.train, batch_size=1), np.arange(1))
     forward = multiply_adds(lambda: next(exported))
-    export = forward * len(data.with_unlabelled())
+    export = forward * schema.views * len(data.with_unlabelled())
     if not teacher.kind.trained and metrics[-1].get("processor_seconds"):  # of a probe
         probe: Costs = {
             "multiply_adds": forward * (len(data.train) + len(data.val)),

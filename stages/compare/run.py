@@ -183,7 +183,8 @@ def seconds_left(
         seconds += len(left) * each
         if teachers - taught:
             teacher = outline(as_teacher(settings), data)
-            seconds += len(teachers - taught) * sum(teacher_seconds(teacher, images))
+            each = sum(teacher_seconds(teacher, images, settings.export.views or 1))
+            seconds += len(teachers - taught) * each
             taught |= teachers
     return seconds
 

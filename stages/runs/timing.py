@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import choose_precision, prepare_device
 from gaupipe.teachers.base import MapShape, Teacher, Wanted
 from gaupipe.teachers.local import LocalMaps
+from gaupipe.training.job import EpochPlan, drop_patches, with_dropped_patches
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.student import build_student
 
@@ -59,8 +61,10 @@ def student_seconds(
     dtype = getattr(torch, precision)
 
     batch = settings.data.batch_size
-    compared = sum(gamma > 0 for gamma in gammas)
-    if compared:
+    plans = [EpochPlan(gamma) for gamma in gammas] or [EpochPlan()] * train.epochs
+    plans = with_dropped_patches(plans, train.patch_drop_rate)
+    epochs = Counter((plan.gamma > 0, plan.dropped) for plan in plans)
+    if any(gammas):
         phase = settings.phase_b
         shape = MapShape.of(student)
         local = LocalMaps(shape, [1.0] * shape.heads).to(device)
@@ -81,17 +85,17 @@ def student_seconds(
         optimizer.zero_grad()
         loss.item()  # waits for a GPU
 
-    epochs = {False: train.epochs - compared, True: compared}
-    return images * sum(
-        count * seconds_per_image(partial(step, with_maps=maps), batch)
-        for maps, count in epochs.items()
-        if count
-    )
+    seconds = 0.0
+    for (with_maps, dropped), count in epochs.items():
+        drop_patches(student, dropped)
+        seconds += count * images * seconds_per_image(partial(step, with_maps=with_maps), batch)
+    return seconds
 
 
-def teacher_seconds(teacher: Teacher, images: int) -> tuple[float, float]:
-    """Seconds of phase A on so many ``images`` an epoch, at most, and of the export of their maps,
-    which is a forward pass, a third of a step; zeros for a teacher that is not trained here."""
+def teacher_seconds(teacher: Teacher, images: int, views: int) -> tuple[float, float]:
+    """Seconds of phase A on so many ``images`` an epoch, at most, and of the export of the maps of
+    their ``views``, each a forward pass, a third of a step; zeros for a teacher that is not trained
+    here."""
     if not teacher.kind.trained:
         return 0.0, 0.0
     made = teacher.begin(Path())
@@ -105,7 +109,7 @@ def teacher_seconds(teacher: Teacher, images: int) -> tuple[float, float]:
         loss.item()
 
     seconds = images * seconds_per_image(step, teacher.settings.data.batch_size)
-    return teacher.settings.phase_a.most_epochs * seconds, seconds / 3
+    return teacher.settings.phase_a.most_epochs * seconds, seconds * views / 3
 
 
 def export_seconds(teacher: Teacher, schema: store.Schema) -> float:
