@@ -324,6 +324,9 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
     assert phases["no soft labels"].beta == pytest.approx(0.3)
     atto = load("cifar10_atto")  # whose teacher has no prior
     assert resolved(atto, default_rows(atto, ["standard"]))["prior alone"].phase_a.prior
+    shared = load("digits_expected", ["phase_a.per_image=none", "phase_a.prior=true"])
+    names = [row.name for row in default_rows(shared, ["standard"])]
+    assert names == [BASELINE, DISTILLED]  # all images have the maps of the prior already
     no_maps = load("digits", ["phase_a.teacher=resnet", "phase_b.gamma=0"])
     names = [row.name for row in default_rows(no_maps, ["standard"])]
     assert names == [BASELINE, DISTILLED, "no soft labels"]

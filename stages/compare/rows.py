@@ -75,9 +75,11 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
         distilled = {DISTILLED: student(first)}
     controls: dict[str, ByName] = {}
     kind = base.phase_a.kind
-    if base.phase_b.gamma and kind.stored:  # else all images have the same maps
+    alike = kind.learns_images and base.phase_a.per_image == "none"  # the maps of all images
+    if base.phase_b.gamma and kind.stored and not alike:
         controls["maps of other images"] = {"phase_b.shuffle_maps": True}
-    controls |= kind.controls
+    if not alike:
+        controls |= kind.controls
     if base.export.kind == "predictions":
         controls["predictions of other images"] = {"phase_b.shuffle_predictions": True}
     elif base.phase_b.alpha and kind.predicts:
