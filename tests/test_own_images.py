@@ -119,6 +119,9 @@ def test_the_rate_of_muon_is_for_muon():
     assert proposed(["train.optim.name=adamw"]).train.optim.lr == 1e-3
     reasons = chosen(["train.optim.name=adamw"]).reasons
     assert reasons["train.optim.lr"] == "the learning rate; try what suits adamw"
+    resnet = ["phase_a.teacher=resnet"]
+    assert proposed(resnet).phase_a.optim.lr == 0.016
+    assert proposed([*resnet, "phase_a.optim.name=adamw"]).phase_a.optim.lr == 1e-3
 
 
 def test_a_line_for_each_choice_names_the_setting():

@@ -192,12 +192,12 @@ def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -
     """Chooses a training from published weights, with images of the size that they expect."""
     sizes = {"embed_dim", "depth", "num_heads", "mlp_ratio"}
     if sizes & {*choices.given("model.args", {})}:  # it has to learn again what a slice has lost
-        choices.choose("model.name", "", "a slice of its weights, and the images that it expects")
+        choices.reasons["model.name"] = "a slice of its weights, and the images that it expects"
         epochs = epochs_of(images, presets.MODEL[-1])
         choices.choose("train.epochs", epochs, "of the training, as from the start")
-        choices.choose("train.optim.lr", presets.MUON_RATE, "the learning rate, of timm's Muon")
+        _choose_rate(choices, "train.optim", presets.MUON_RATE)
     else:
-        choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
+        choices.reasons["model.name"] = "its weights, a new head, and the images that it expects"
         choices.choose("train.epochs", presets.FINE_TUNING_EPOCHS, "of the training")
         choices.take(presets.OPTIMIZER_OF_FINE_TUNING, "train.optim.")
     _choose_batch(choices, images)
@@ -235,7 +235,7 @@ def _choose_predictions(choices: Choices, images: int, unlabelled: int, seen: in
         choices.choose("phase_a.stop_accuracy", 1.0)
         choices.choose("phase_a.max_epochs", labels_epochs, "of the teacher, on the labels")
     if teacher == "resnet":
-        choices.choose("phase_a.optim.lr", presets.RESNET_RATE, "its learning rate, of timm's Muon")
+        _choose_rate(choices, "phase_a.optim", presets.RESNET_RATE)
     both = images + unlabelled
     epochs = labels_epochs
     share = presets.SHARE_OF_LABELS
@@ -327,15 +327,20 @@ def _choose_maps(choices: Choices, teacher: str, student_epochs: int) -> None:
         choices.choose("phase_a.local.std", stds, reason)
 
 
-def _choose_optimizer(choices: Choices, student_epochs: int) -> None:
-    """Chooses the learning rate, and timm's Muon with its schedule unless another one is given."""
-    optimizer = choices.given("train.optim.name")
-    if optimizer in (None, "muon"):
-        choices.choose("train.optim.lr", presets.MUON_RATE, "the learning rate, of timm's Muon")
+def _choose_rate(choices: Choices, section: str, of_muon: float) -> None:
+    """Chooses the learning rate of the optimizer in a ``section``, timm's Muon by default."""
+    optimizer = choices.given(f"{section}.name", "muon")
+    if optimizer == "muon":
+        choices.choose(f"{section}.lr", of_muon, "the learning rate, of timm's Muon")
     else:
         reason = f"the learning rate; try what suits {optimizer}"
-        choices.choose("train.optim.lr", presets.OTHER_RATE, reason)
-    if optimizer is None:
+        choices.choose(f"{section}.lr", presets.OTHER_RATE, reason)
+
+
+def _choose_optimizer(choices: Choices, student_epochs: int) -> None:
+    """Chooses the learning rate, and the schedule of timm's Muon unless an optimizer is given."""
+    _choose_rate(choices, "train.optim", presets.MUON_RATE)
+    if choices.given("train.optim.name") is None:
         warmup = min(4, student_epochs // 4)
         choices.choose("train.optim.warmup_epochs", warmup, "epochs until it is reached")
         choices.choose("train.optim.weight_decay", 0.1, "keeps the weights small")
