@@ -435,6 +435,10 @@ SYNTAX = settings(
         "phase_a.teacher=vit & phase_a.teacher_args={img_size: 3}",
         "phase_a img_size data.image_size",
     ),
+    (
+        "phase_a.teacher=deit_tiny_patch16_224 & phase_a.teacher_args={patch_drop_rate: 0.5}",
+        "phase_a teacher_args patch_drop_rate",
+    ),
     ("phase_a.teacher=vit & phase_a.teacher_args={depth:3}", "phase_a.teacher_args depth:3"),
     ("phase_b.warm_start=exact", "phase_b.warm_start=exact phase_a.per_image=none"),
     ("phase_b.alpha=0 & phase_b.beta=0 & phase_b.gamma=0", "phase_b alpha beta gamma 0"),

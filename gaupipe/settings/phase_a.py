@@ -118,6 +118,8 @@ class PhaseASettings(Section):
             usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
+        elif "patch_drop_rate" in self.teacher_args:
+            raise ValueError("teacher_args: a teacher drops no patches: leave patch_drop_rate out")
         return self
 
     @property
