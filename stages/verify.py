@@ -56,7 +56,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     images = Exported.of(store.open(url).schema, teacher.data)
     maps = store.open(url, dataset_sha256=images.sha256, teacher_sha256=teacher.sha256)
     differences = list(differing_decoder(maps, teacher))
-    batches = teacher.batches(images.split)
+    batches = teacher.batches(images.split, with_maps=maps.schema.has_maps)
     size = batches.batch_size
     spans = [
         (start, min(start + size, shard.stop))

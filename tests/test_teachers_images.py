@@ -196,7 +196,7 @@ def test_batches_are_small_where_maps_are_large():
     source = ArrayImages(np.zeros((20, 3, 8, 8), np.uint8), np.zeros(20))
     split = Split(source, np.arange(20))
     images = ImageData("x", split, split, 5, 3, 8, mean=(0.5,) * 3, std=(0.5,) * 3)
-    batches = VitTeacher(load("digits"), images, CPU, teacher).batches(split)
+    batches = VitTeacher(load("digits"), images, CPU, teacher).batches(split, with_maps=True)
     assert batches.batch_size == 10**8 // numbers < 20
 
 

@@ -275,12 +275,21 @@ class Teacher:
     def prepare_export(self) -> None:
         """Makes whatever its predictions need, such as a probe. Collective."""
 
-    def batches(self, split: Split, batch_size: int | None = None) -> Batches:
+    def batches(
+        self, split: Split, batch_size: int | None = None, with_maps: bool = False
+    ) -> Batches:
         """Batches of a split, as the teacher takes its images, by default of the size for
-        evaluation."""
+        evaluation; ``with_maps`` of no more than :meth:`images_at_once`."""
         settings = self.settings.data
-        size = self.images_at_once(batch_size or settings.eval_batch_size)
-        return Batches(split, self.data, self.device, size, settings.workers, settings.num_buckets)
+        size = batch_size or settings.eval_batch_size
+        if with_maps:
+            size = self.images_at_once(size)
+        taken, data = self.as_taken(split)
+        return Batches(taken, data, self.device, size, settings.workers, settings.num_buckets)
+
+    def as_taken(self, split: Split) -> tuple[Split, ImageData]:
+        """A split with its images as the teacher takes them, and the data set with such images."""
+        return split, self.data
 
     def images_at_once(self, batch_size: int) -> int:
         """So many images, at most ``batch_size`` and at least 1, have no more than

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gaupipe.data.batches import Batch, Batches
-from gaupipe.data.splits import Split
+from gaupipe.data.batches import Batch
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -90,11 +90,8 @@ class ModelTeacher(Teacher):
     def width(self) -> int:
         return int(self.network.model.num_features)
 
-    def batches(self, split: Split, batch_size: int | None = None) -> Batches:
-        settings = self.settings.data
-        split, data = as_taken(split, self.data, self.network.takes)
-        size = self.images_at_once(batch_size or settings.eval_batch_size)
-        return Batches(split, data, self.device, size, settings.workers, settings.num_buckets)
+    def as_taken(self, split: Split) -> tuple[Split, ImageData]:
+        return as_taken(split, self.data, self.network.takes)
 
     def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
         logits, features = self.network.predict(batch.images)

@@ -82,9 +82,9 @@ class Place:
         if self.force or folder is None:
             return
         shared = sum(array.nbytes for array in (decoder(teacher, schema.kind) or {}).values())
-        place = f"choose another --out or --kind, or fewer {teacher.fewer_images}"
+        remedy = f"choose another --out or --kind, or fewer {teacher.fewer_images}"
         parts = 1 if self.part is None else self.part[1]  # each writes its share
-        check_disk("export", schema.total_bytes // parts + shared, folder, place)
+        check_disk("export", schema.total_bytes // parts + shared, folder, remedy)
         check_memory("export", export_memory(teacher, schema, self.shard_mb), teacher.lighter)
 
     def choose(self, teacher: Teacher, options: dict[str, Any]) -> ExportSettings:

@@ -30,21 +30,21 @@ Part = tuple[int, int] | None
 def write(
     teacher: Teacher,
     writer: store.Writer,
-    everything: Sequence[store.Shard],
+    pending: Sequence[store.Shard],
     split: Split,
     part: Part = None,
     license: str | None = None,
 ) -> None:
-    """Runs the teacher over the images of a ``split`` in the shards ``everything`` that are
-    pending, or in a ``part`` of them; shards are encoded and stored while the next are made. Part i
+    """Runs the teacher over the images of a ``split`` in the shards that are ``pending``, or in a
+    ``part`` of them; shards are encoded and stored while the next are made. Part i
     of n has the shards i - 1, i - 1 + n, and so on, and of W ranks rank r writes every W-th of the
     pending ones."""
     schema = writer.schema
     world_size = distributed.world_size()
     number, count = part or (1, 1)
-    pending = [shard for shard in everything if shard.index % count == number - 1]
-    mine = pending[distributed.rank() :: world_size]
-    images = sum(shard.stop - shard.start for shard in pending)
+    of_part = [shard for shard in pending if shard.index % count == number - 1]
+    mine = of_part[distributed.rank() :: world_size]
+    images = sum(shard.stop - shard.start for shard in of_part)
 
     losses: list[Tensor] = []
     started = time.monotonic()
@@ -53,7 +53,7 @@ def write(
         ThreadPoolExecutor(WRITERS, "export") as pool,
     ):
         progress.line(announcement(schema, images, part))
-        batches = teacher.batches(split)
+        batches = teacher.batches(split, with_maps=schema.has_maps)
         writes: deque[Future[Any]] = deque()
         for shard in mine:
             entries = np.arange(shard.start, shard.stop)
@@ -74,7 +74,7 @@ def write(
         all_losses = distributed.all_gather_object(losses)  # once all ranks' shards are stored
         missing = 0
         if distributed.is_main():
-            missing = finish(writer, everything, part, license)
+            missing = finish(writer, pending, part, license)
 
         seconds = time.monotonic() - started
         entry = entry_of(schema)

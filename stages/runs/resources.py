@@ -187,19 +187,23 @@ def export_memory(teacher: Teacher, schema: store.Schema, shard_mb: float = SHAR
 
 
 def memory_of_maps(teacher: Teacher, schema: store.Schema) -> int:
-    """Bytes of the maps of a batch, as a teacher shows them and, where they are stored whole, once
-    more. Gaussians are no maps; a network also has what a block makes of the batch."""
+    """Bytes of the stored maps of a batch, as a teacher shows them and, where they are stored
+    whole, once more. Gaussians are no maps; a network also has what a block makes of the batch."""
     batch = min(teacher.settings.data.eval_batch_size, schema.num_images)
-    stored = MapShape.of_store(schema) or teacher.shape  # which may show its maps to no end
-    tokens = math.prod(stored.grid) + schema.prefix_tokens
-    times = int(schema.kind == "dense")
+    stored = MapShape.of_store(schema)
+    if stored is not None:
+        batch = teacher.images_at_once(batch)
     activations = 0
     if teacher.shows_rows:
-        tokens = teacher.tokens
-        batch = teacher.images_at_once(batch)
-        times += 1
         # of a block: what attention and FFN take and give
-        activations = 4 * batch * tokens * 12 * (teacher.features or 0)
+        activations = 4 * batch * teacher.tokens * 12 * (teacher.features or 0)
+    if stored is None:
+        return activations
+    tokens = math.prod(stored.grid) + schema.prefix_tokens
+    times = int(schema.kind == "dense")
+    if teacher.shows_rows:
+        tokens = teacher.tokens
+        times += 1
     return times * 4 * batch * stored.layers * stored.heads * tokens**2 + activations
 
 
