@@ -35,13 +35,15 @@ class Mix:
         CutMix."""
         return self.own_share((1, 1))[:, 0]
 
-    def own_share(self, grid: tuple[int, int]) -> Tensor:
-        """An image's own share in each cell of a grid, by area: float32 [B, T], row-major."""
+    def own_share(self, grid: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
+        """An image's own share in each cell of a grid, by area: float32 [B, T], row-major, made on
+        a ``device``."""
         h, w = grid
-        covered_x = self._covered(0, w)
-        covered_y = self._covered(1, h)
+        box = self.box.to(device)
+        covered_x = covered_cells(box[:, 0], box[:, 2], w)
+        covered_y = covered_cells(box[:, 1], box[:, 3], h)
         covered = covered_y.unsqueeze(-1) * covered_x.unsqueeze(-2)  # [B, h, w]
-        return (self.blend[:, None] * (1 - covered.flatten(1))).float()
+        return (self.blend.to(device)[:, None] * (1 - covered.flatten(1))).float()
 
     def main_labels(self, labels: Tensor) -> Tensor:
         """For each image the label of the one that has the larger share of it, int64 [B]."""
@@ -52,12 +54,13 @@ class Mix:
         """share * an image's own values + (1 - share) * its partner's."""
         return torch.lerp(values[self.partner.to(values.device)], values, share.to(values))
 
-    def _covered(self, axis: int, n: int) -> Tensor:
-        """Share [B, n] of each of the n cells of an axis that the box covers."""
-        first = self.box[:, axis, None] * n
-        last = self.box[:, axis + 2, None] * n
-        cells = torch.arange(n, dtype=self.box.dtype)
-        return (torch.minimum(last, cells + 1) - torch.maximum(first, cells)).clamp(0, 1)
+
+def covered_cells(first: Tensor, last: Tensor, n: int) -> Tensor:
+    """Share [B, n] of each of n cells of an axis that a box from ``first`` to ``last`` [B], as
+    fractions of the axis, covers."""
+    cells = torch.arange(n, dtype=first.dtype, device=first.device)
+    end = torch.minimum(last[:, None] * n, cells + 1)
+    return (end - torch.maximum(first[:, None] * n, cells)).clamp(0, 1)
 
 
 def mix(
@@ -106,7 +109,7 @@ def mix(
         torch.from_numpy(np.where(cut, 1.0, share)),
         torch.from_numpy(np.where(cut[:, None], boxes, 0.0)),
     )
-    share_of_pixels = mixed.own_share((height, width)).view(-1, 1, height, width)
+    share_of_pixels = mixed.own_share((height, width), images.device).view(-1, 1, height, width)
     return mixed.blended(images, share_of_pixels), mixed
 
 
@@ -142,9 +145,9 @@ def mixed_map(
     """
     if mixed is None:
         return maps
-    own_share = mixed.own_share(grid)  # [B, T]
+    own_share = mixed.own_share(grid, maps.device)  # [B, T]
     if queries is not None:
-        own_share = own_share[:, queries.to(own_share.device)]
+        own_share = own_share[:, queries]
     return mixed.blended(maps, own_share[:, None, :, None])
 
 
