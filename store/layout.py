@@ -121,10 +121,7 @@ class Layout:
         not ours, and DamagedStore when it is not what the manifest says.
         ``manifest`` is None in a store that is just being created."""
         if data is None:
-            raise UnfinishedStore(
-                f"{url}: no attention-map store there (no {ROOT}); "
-                "export one with gaupipe export-maps, or name the place where it is now"
-            )
+            raise no_store(url)
         broken = damaged(url, f"{ROOT} is damaged or was edited")
         try:
             root = json.loads(data)
@@ -179,6 +176,13 @@ def refuse_lost_shards(layout: Layout, manifest: Manifest, url: str) -> None:
             if name not in named:
                 images = f"images {shard.start} to {shard.stop - 1}"
                 raise damaged(url, f"{MANIFEST} does not name the {name} of {images}")
+
+
+def no_store(url: str) -> UnfinishedStore:
+    return UnfinishedStore(
+        f"{url}: no attention-map store there (no {ROOT}); "
+        "export one with gaupipe export-maps, or name the place where it is now"
+    )
 
 
 def incomplete(url: str, what: str = "the store is incomplete") -> UnfinishedStore:

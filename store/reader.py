@@ -19,6 +19,7 @@ from store.layout import (
     Layout,
     Shard,
     incomplete,
+    no_store,
     open_layout,
     read_decoder,
     refuse_lost_shards,
@@ -70,7 +71,7 @@ def check_exists(url: str | os.PathLike[str]) -> None:
     folder = local_folder(url)
     if folder is None or (folder / ROOT).is_file() or (folder / "manifest").is_dir():
         return
-    Layout.from_root_file(None, None, str(url))
+    raise no_store(str(url))
 
 
 class Store:

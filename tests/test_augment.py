@@ -133,7 +133,7 @@ def test_resized_crops_are_torchvisions_and_lie_where_their_geometry_says():
 @pytest.mark.parametrize("channels,height,width", [(1, 8, 8), (3, 32, 32), (3, 33, 50)])
 def test_boxes_are_enlarged_as_torchvision_does_it_image_by_image(channels, height, width):
     images = random_images(200, channels, height, width)
-    draws = uniforms(1, 0, np.arange(200), 40)
+    draws = uniforms(1, 0, np.arange(200), 40, stream=0)
     boxes = crop_boxes(draws, (height, width), ResizedCropSettings(scale=(0.01, 1.0)))
     boxes[:3] = [0, 0, height, width], [0, 0, 1, 1], [height - 1, width - 1, 1, 1]
     for image, box, view in zip(images, boxes.tolist(), enlarged(images, boxes), strict=True):

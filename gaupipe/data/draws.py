@@ -14,7 +14,7 @@ RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING, QUERIES = rang
 
 
 def uniforms(
-    seed: int, epoch: int | np.ndarray, image_ids: Tensor | np.ndarray, k: int, stream: int = 0
+    seed: int, epoch: int | np.ndarray, image_ids: Tensor | np.ndarray, k: int, stream: int
 ) -> np.ndarray:
     """k random numbers for every image, float64 [B, k] in (0, 1), a function of the arguments and
     of nothing else. ``epoch`` is one for all, or that of each image [B].

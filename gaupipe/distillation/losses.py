@@ -201,7 +201,7 @@ class FeatureLoss:
     Updates come from the fused attention of plain training; beside it the rows that are compared
     are made, a block at a time. Where the attention hides the diagonal, the teacher's rows are
     renormalised without it. Of a student with class and register tokens the rows of patches over
-    patches are compared, renormalised (:func:`patch_map`).
+    patches are compared, renormalised.
     Raises UserError for a student without attention maps.
     """
 

@@ -17,7 +17,7 @@ from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.loading import readable
 from gaupipe.teachers.trained import TrainedOnLabels
 from gaupipe.teachers.vit import VitTeacher, teacher_of
-from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.optimizer import check_optimizer
 from gaupipe.training.state import Identity
 from gaupipe.vit.build import create_model
 from gaupipe.vit.fine_tuning import weights_sha256
@@ -52,7 +52,7 @@ class FineTuned(TrainedOnLabels):
         """As :meth:`Teacher.outline`: without its weights, but on the CPU, where a blank image
         shows whether its attention can be read."""
         model: Any = cls.model(settings, data, "cpu")
-        build_optimizer(model, settings.phase_a.optim, settings.phase_a.most_epochs, 100)
+        check_optimizer(model, settings.phase_a.optim, settings.phase_a.most_epochs)
         before = teacher_of(settings, data, readable(model, data, settings.phase_a.teacher))
         if isinstance(before, VitTeacher):
             return FineTunedVit(settings, data, before.device, model, before)

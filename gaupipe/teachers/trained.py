@@ -21,7 +21,7 @@ from gaupipe.teachers.loading import load_network
 from gaupipe.teachers.model import ModelTeacher
 from gaupipe.teachers.vit import teacher_of
 from gaupipe.training.job import EpochPlan, LabelLosses, Training, train, training_state
-from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.optimizer import check_optimizer
 from gaupipe.training.state import Identity, TrainingState
 from gaupipe.vit.build import build_vit
 from gaupipe.vit.saving import save_student
@@ -42,7 +42,7 @@ class TrainedOnLabels(Teacher):
     @classmethod
     def outline(cls, settings: Settings, data: ImageData) -> Teacher:
         model: Any = cls.model(settings, data, "meta")
-        build_optimizer(model, settings.phase_a.optim, settings.phase_a.most_epochs, 100)
+        check_optimizer(model, settings.phase_a.optim, settings.phase_a.most_epochs)
         return cls(settings, data, prepare_device(settings.device, settings.threads), model)
 
     def begin(self, folder: Path) -> Teacher:

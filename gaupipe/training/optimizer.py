@@ -75,6 +75,12 @@ def build_optimizer(
     return optimizer, schedule
 
 
+def check_optimizer(model: Any, optim: OptimSettings, epochs: int) -> None:
+    """Raises UserError for an optimizer or a schedule that timm cannot make for a ``model``, which
+    may be on the meta device."""
+    build_optimizer(model, optim, epochs, steps_per_epoch=100)  # how many plays no part
+
+
 def _checked_args(optim: OptimSettings) -> dict[str, Any]:
     """``optim.args``, Adam's usual betas, and Muon's list of what it leaves to AdamW, which other
     optimizers ignore, with :data:`GAUSSIANS`. Raises ValueError for an unusable optimizer."""

@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.errors import UserError
-from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.optimizer import check_optimizer
 from gaupipe.vit.build import build_vit
 from gaupipe.vit.fine_tuning import fine_tunes, with_weights, without_weights
 
@@ -42,7 +42,7 @@ def outline_student(settings: Settings, data: ImageData, train: TrainSettings) -
     """The student on the meta device, without weights. Raises UserError where it could not be
     trained as ``train`` says."""
     student = build_student(settings, data, train, from_weights=False, device="meta")
-    build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
+    check_optimizer(student, train.optim, train.epochs)
     return student
 
 

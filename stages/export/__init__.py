@@ -192,9 +192,9 @@ def ensure(
     augment: AugmentSettings | None = None,
     data: ImageData | None = None,
     now: Settings | None = None,
-) -> str:
-    """The store of a run: as it is if it is complete, else written; none where it needs none.
-    ``export`` says what is stored; None leaves that to the settings, as for ``augment``;
+) -> None:
+    """Writes the store of a run, unless it is complete, or its teacher needs none. ``export`` says
+    what is stored; None leaves that to the settings, as for ``augment``;
     ``now`` says on which device, and whatever else may change at any time; None is as the run
     began."""
     directory = RunDirectory(run_dir)
@@ -212,7 +212,6 @@ def ensure(
     if not distributed.from_main(there):
         place = Place(url)
         export_run(ExportRequest(directory, settings, place, asked, augment=augment, data=data))
-    return url
 
 
 def are_there(urls: Sequence[str], directory: RunDirectory, asked: dict[str, Any]) -> bool:
