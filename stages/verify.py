@@ -68,14 +68,14 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
         if len(distances) >= sample:
             break
         entries = np.arange(*spans[index])
-        for ids, arrays in outputs(teacher, maps.schema, batches, entries):
+        for made in outputs(teacher, maps.schema, batches, entries):
             schema = maps.schema
-            stored = maps.gather(ids)
+            stored = maps.gather(made.ids)
             teachers = {  # rounded as the stored numbers were
-                name: schema.decode(name, schema.encode(name, values, int(ids[0])))
-                for name, values in arrays.items()
+                name: schema.decode(name, schema.encode(name, values, int(made.ids[0])))
+                for name, values in made.arrays.items()
             }
-            differences += differing_images(maps, teacher, ids, stored, teachers)
+            differences += differing_images(maps, teacher, made.ids, stored, teachers)
             further = total_variation(stored["logits"], teachers["logits"])
             distances = np.concatenate([distances, further])
     distance = float(distances.mean())
@@ -197,7 +197,7 @@ def noise(teacher: Teacher, schema: store.Schema, batches: Batches, span: tuple[
     device other than the export's draws other random numbers."""
 
     def logits(seed: int) -> np.ndarray:
-        [(_, arrays)] = outputs(teacher, schema, batches, np.arange(*span), seed=seed)
-        return arrays["logits"]
+        [made] = outputs(teacher, schema, batches, np.arange(*span), seed=seed)
+        return made.arrays["logits"]
 
     return 2 * float(total_variation(logits(-1), logits(-2)).mean())

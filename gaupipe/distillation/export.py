@@ -16,7 +16,7 @@ from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.store_choice import check_export
 from gaupipe.settings import ExportSettings
-from gaupipe.teachers.base import Teacher, Wanted
+from gaupipe.teachers.base import Outputs, Teacher, Wanted
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from store.encoding import LARGEST_MEAN, MEAN_STEP
 
@@ -127,19 +127,28 @@ def decoder(teacher: Teacher, kind: str) -> dict[str, np.ndarray] | None:
     return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
 
 
+@dataclass
+class Entries:
+    """What a store holds for a batch of its ``ids``."""
+
+    ids: np.ndarray
+    arrays: dict[str, np.ndarray]
+    lost: Tensor | None
+    """:func:`lost`, summed over the batch, float64 on the CPU."""
+
+
 def outputs(
     teacher: Teacher,
     schema: store.Schema,
     batches: Batches,
     entries: np.ndarray,
     seed: int | None = None,
-    losses: list[Tensor] | None = None,
-) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """(entries, {name: array}) of every batch of ``entries`` (image ids, or ids * views + view):
-    what a store of this schema holds for them.
+) -> Iterator[Entries]:
+    """What a store of this schema holds for ``entries`` (image ids, or ids * views + view), batch
+    by batch.
 
     The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a
-    batch alone, so that any batch can be made again. ``losses`` gets what is :func:`lost`.
+    batch alone, so that any batch can be made again.
     """
     seed = teacher.settings.seed if seed is None else seed
     notes = StoreNotes.of(schema)
@@ -160,38 +169,47 @@ def outputs(
             image_ids = batch.ids // schema.views
         with torch.autocast(teacher.device.type, dtype, enabled=dtype != torch.float32):
             made = teacher.outputs(batch, Wanted(generator, layers, image_ids))
-        with torch.no_grad():
-            if notes.pooled_from is not None:
-                made.attention = made.attention.on_grid(schema.maps.grid)
-            stored = torch.float32 if schema.encoding == "uint8" else torch.float16
-            named = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, stored)
-            if made.logits is not None:
-                named["logits"] = made.logits
-            else:
-                assert not teacher.predicts  # or zeros would count as predictions
-                named["logits"] = torch.zeros(len(batch), schema.num_classes)
-            if schema.features_dim is not None:
-                assert made.features is not None  # the teacher has some
-                named["features"] = made.features
-        if losses is not None:
-            loss = lost(schema, made.attention, named)
-            if loss is not None:
-                losses.append(loss.double().cpu() * len(batch))
-        arrays = {}
-        for name, tensor in named.items():
-            if tensor.is_floating_point():
-                tensor = tensor.float() if schema.has_codes(name) else tensor.half()
-                arrays[name] = tensor.cpu().numpy()
-            else:  # keys of 8 bytes, of shards that wait to be written, would fill the memory
-                arrays[name] = tensor.cpu().numpy().astype(schema.stored_dtype(name))
-        del made, named  # or they would lie in memory beside those of the next batch
+        if made.logits is None:
+            assert not teacher.predicts  # or zeros would count as predictions
+            made.logits = torch.zeros(len(batch), schema.num_classes)
+        tensors = stored_tensors(made, schema, pooled=notes.pooled_from is not None)
+        loss = lost(schema, made.attention, tensors)
+        if loss is not None:
+            loss = loss.double().cpu() * len(batch)
+        arrays = {name: to_numpy(name, tensor, schema) for name, tensor in tensors.items()}
+        del made, tensors  # or they would lie in memory beside those of the next batch
+
+        ids = batch.ids.numpy()
         if schema.labelled:
             arrays["labels"] = batch.labels.cpu().numpy()
-        ids = batch.ids.numpy()
         if schema.name_bytes is not None:
             names = batches.split.file_names(ids // schema.views)
             arrays["names"] = store.pack_names(names, schema.name_bytes)
-        yield ids, arrays
+        yield Entries(ids, arrays, loss)
+
+
+@torch.no_grad()
+def stored_tensors(made: Outputs, schema: store.Schema, pooled: bool) -> dict[str, Tensor]:
+    """The arrays of maps, predictions and features of a batch, by name; of maps that are ``pooled``
+    on the grid of the store."""
+    if pooled:
+        made.attention = made.attention.on_grid(schema.maps.grid)
+    dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
+    tensors = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, dtype)
+    assert made.logits is not None
+    tensors["logits"] = made.logits
+    if schema.features_dim is not None:
+        assert made.features is not None  # the teacher has some
+        tensors["features"] = made.features
+    return tensors
+
+
+def to_numpy(name: str, tensor: Tensor, schema: store.Schema) -> np.ndarray:
+    """An array as it waits to be written: what becomes codes in float32."""
+    if not tensor.is_floating_point():
+        # keys of 8 bytes, of shards that wait to be written, would fill the memory
+        return tensor.cpu().numpy().astype(schema.stored_dtype(name))
+    return (tensor.float() if schema.has_codes(name) else tensor.half()).cpu().numpy()
 
 
 def lost(schema: store.Schema, attention: Any, arrays: dict[str, Tensor]) -> Tensor | None:

@@ -58,9 +58,11 @@ def write(
         for shard in mine:
             entries = np.arange(shard.start, shard.stop)
             parts = []
-            for ids, arrays in outputs(teacher, schema, batches, entries, losses=losses):
-                parts.append(arrays)
-                progress.advance(len(ids) * world_size)
+            for made in outputs(teacher, schema, batches, entries):
+                parts.append(made.arrays)
+                if made.lost is not None:
+                    losses.append(made.lost)
+                progress.advance(len(made.ids) * world_size)
 
             if len(writes) == WRITERS:  # so many shards at most wait in memory
                 writes.popleft().result()
