@@ -137,8 +137,11 @@ class Run:
         """The batches of an epoch, counted from 0: the training images in the order and the views
         in which phase B sees those with labels, and the maps, of all queries, that it would
         compare with a student of the run's settings; ``maps`` False leaves them unread. Raises
-        UserError for a run whose students have no teacher, and for a store without maps."""
+        UserError for a run whose students have no teacher, for a store without maps, and for an
+        ``epoch`` below 0."""
         self._check_teacher()
+        if epoch < 0:
+            raise UserError(f"epoch {epoch}: epochs are counted from 0")
         stored = self.settings.phase_a.kind.stored
         if maps and stored and not self.store.schema.has_maps:
             raise UserError(f"{self.store.url}: holds no maps, only predictions: say maps=False")

@@ -16,6 +16,7 @@ from gaupipe.settings import Settings
 from gaupipe.settings.load import with_anytime
 from gaupipe.system import distributed
 from gaupipe.system.device import prepare_device
+from gaupipe.system.errors import UserError
 from gaupipe.system.messages import LOG
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.base import outline
@@ -77,9 +78,22 @@ def build_training(
     stored = open_stores(urls, data.sha256, teacher_sha256)
     unlabelled = None
     if data.unlabelled is not None:
-        urls = [store_of_unlabelled(url) for url in urls]
-        unlabelled = open_stores(urls, data.unlabelled_sha256)
+        others = [store_of_unlabelled(url) for url in urls]
+        for url, beside in zip(urls, others, strict=True):
+            check_beside(url, beside)
+        unlabelled = open_stores(others, data.unlabelled_sha256)
     return build_distilled(settings, data, device, student, train, stored, unlabelled)
+
+
+def check_beside(url: str, unlabelled: str) -> None:
+    """Raises UserError where a store has none of images without labels beside it."""
+    try:
+        store.check_exists(unlabelled)
+    except store.UnfinishedStore:
+        raise UserError(
+            f"{url}: has no store {unlabelled} of images without labels beside it: "
+            "'gaupipe export-maps' writes both"
+        ) from None
 
 
 def open_stores(

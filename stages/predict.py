@@ -19,7 +19,7 @@ from torch import Tensor
 from gaupipe.data.prepared import image_files, reader
 from gaupipe.system.device import prepare_device
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_whole
+from gaupipe.system.files import utf8, write_whole
 from gaupipe.system.progress import EpochProgress
 from gaupipe.system.terminal import aligned
 from gaupipe.vit.heads import classifies, probabilities
@@ -130,7 +130,7 @@ def as_row(prediction: Prediction) -> PredictionRow:
     classes: list[Probability] = [
         {"class": name, "probability": round(p, 6)} for name, p in prediction.classes
     ]
-    row: PredictionRow = {"path": prediction.path, "classes": classes}
+    row: PredictionRow = {"path": utf8(prediction.path), "classes": classes}
     if prediction.label is None:
         row["problem"] = prediction.problem
     else:
@@ -171,12 +171,12 @@ def lines(predictions: Sequence[Prediction]) -> list[str]:
 
 def write(predictions: Sequence[Prediction], out: Path) -> None:
     """Writes predictions as CSV, or where the name ends in ``.json`` as JSON. In both a byte of a
-    file's name that is not UTF-8 becomes ``\\udce9``."""
+    file's name that is not UTF-8 becomes ``\\xe9``."""
     if out.suffix.lower() == ".json":
         text = json.dumps([as_row(prediction) for prediction in predictions], indent=2) + "\n"
     else:
         text = as_csv(predictions)
-    write_whole(out, text.encode(errors="backslashreplace"))
+    write_whole(out, text.encode())
 
 
 def check_readable(predictions: Sequence[Prediction]) -> None:

@@ -43,10 +43,13 @@ def is_run(folder: Path) -> bool:
 
 def names_classifier(source: str, before_images: bool) -> bool:
     """True if the first argument of predict names what predicts, and not an image or a folder of
-    images. What is not there is a model of timm's where images follow."""
+    images. What is not there is a model of timm's where images follow. Raises UserError for a path
+    there that leads nowhere."""
     from gaupipe.data.decoding import is_image
 
     folder = Path(source)
+    if before_images and "/" in source and ":" not in source and not folder.exists():
+        raise UserError(f"{source}: there is no run, and no student's folder")
     if folder.exists():
         holds_model = (folder / "student").is_dir() or (folder / "config.json").is_file()
         return is_run(folder) or holds_model

@@ -58,9 +58,12 @@ def open(
         ("teacher", layout.schema.teacher_sha256, teacher_sha256),
     ):
         if expected is not None and stored != expected:
+            is_of = f"{files.url}: is of another {what}"
+            if what == "data set" and not layout.schema.labelled:
+                is_of = f"{files.url}: is of images without labels"
             raise StoreError(
-                f"{files.url}: is of another {what} ({stored or 'none'}) than asked for "
-                f"({expected}); export the maps of this run"
+                f"{is_of} ({stored[:16] or 'none'}) than asked for ({expected[:16]}); "
+                "export the maps of this run"
             )
     return Store(files, layout, manifest, preload_bytes)
 

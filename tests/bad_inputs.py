@@ -344,6 +344,7 @@ COMMAND_LINE = [
         (f"{STUDENT}/student pictures --out absent/p.csv", "absent/p.csv absent"),
         ("local-dir:pictures pictures/train/cat/0.png", "pictures/config.json"),
         ("no_such_model pictures", "no_such_model"),
+        ("runs/absent pictures", "runs/absent no run"),
         ("~nosuchuser/x pictures", "~nosuchuser/x"),
         (
             "vit_tiny_patch16_224.augreg_in21k pictures",
@@ -774,7 +775,7 @@ STORES = [
         "DamagedStore",
     ),
     *(
-        Row(f"{EVALUATE} {more}", f"{MAPS} {names} {'b' * 64}", attributes(MAPS, **values), STORE)
+        Row(f"{EVALUATE} {more}", f"{MAPS} {names} ({'b' * 16})", attributes(MAPS, **values), STORE)
         for more in ("", "--plain")
         for names, values in (
             ("teacher", {"teacher_sha256": "b" * 64}),
@@ -783,7 +784,7 @@ STORES = [
     ),
     Row(
         "phase-b --run-dir runs/tiny --name new --maps shards.zarr",
-        f"shards.zarr data set {'0' * 64}",
+        f"shards.zarr data set ({'0' * 16})",
         attributes("shards.zarr", dataset_sha256="0" * 64),
         STORE,
     ),

@@ -403,6 +403,8 @@ def test_refusals_say_why():
         model(pictures(64))
     with pytest.raises(ValueError, match="the model was not called"), gaupipe.capture(model):
         model.forward_features(pictures(64))
+    with pytest.raises(UserError, match="takes a model, .* not 'vit'"), gaupipe.capture("vit"):
+        pass
     with pytest.raises(UserError, match="block -7: the model has 2"), gaupipe.capture(model, [-7]):
         model(pictures(64))
     model.blocks[0].attn.fused_attn = False

@@ -15,7 +15,7 @@ from arguments import sets
 from gaupipe.settings.load import dump, load
 from gaupipe.system.errors import UserError
 from gaupipe.training import job as training
-from gaupipe.training.scores import Score
+from gaupipe.training.scores import Score, wilson_interval
 from stages import evaluate, phase_b
 from stages import run as whole_run
 from stages.cli.hints import say_other_epoch
@@ -129,6 +129,7 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     run.path.mkdir()
     run.config.write_text(dump(settings))
     code, _, err = in_process("phase-b", "--run-dir", run.path, "--no-distill")
+    assert wilson_interval(0.0, 9)[0] == 0 and wilson_interval(1.0, 9)[1] == 1
     low, high = binomtest(216, 360).proportion_ci(method="wilson")  # the digits to validate on
     shown = f"60.0 % ({100 * low:.1f} to {100 * high:.1f} %), the 95 % interval of 360 images"
     kept = "standard/student is of epoch 6, the best (train.keep=best): val "

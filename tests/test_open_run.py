@@ -131,6 +131,7 @@ def test_any_whole_numbers_are_ids(small_run):
     [
         (lambda run: run.images([0], "nope"), "digits has no split 'nope': train, val"),
         (lambda run: run.images([0], "test"), "digits has no split 'test': train, val"),
+        (lambda run: run.train_loader(-1), "epoch -1: epochs are counted from 0"),
         (lambda run: run.metrics("belief"), "belief has no metrics.jsonl"),
         (lambda run: run.metrics("standard", plain=True), "plain/standard has no metrics.jsonl"),
     ],

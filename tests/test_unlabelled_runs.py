@@ -349,6 +349,13 @@ def test_the_predictions_of_another_teacher_are_refused(run, in_process):
     assert not (run / "phase_b/new").exists()
 
 
+def test_a_store_without_one_of_unlabelled_images_beside_it_is_refused(run, in_process):
+    shutil.rmtree(run / "unlabelled.zarr")
+    code, _, err = in_process("phase-b", "--run-dir", run, "--name", "new")
+    assert code == 2 and err.count("\n") == 1 and "unlabelled.zarr" in err
+    assert "maps.zarr: has no store" in err and "'gaupipe export-maps' writes both" in err
+
+
 def test_a_comparison_learns_from_images_without_labels(in_process, tmp_path):
     photos(tmp_path / "mine/train")
     more_photos(tmp_path / "mine/unlabelled", WITHOUT)
@@ -410,7 +417,7 @@ def test_a_store_that_names_no_data_set_is_refused_with_the_digest_asked_for(run
     assert Exported.of(schema, labelled).split is data.train
     edit_root(run / "maps.zarr", dataset_sha256="")
     code, _, err = in_process("phase-b", "--run-dir", run, "--name", "new")
-    assert code == 2 and f"(none) than asked for ({data.sha256})" in err
+    assert code == 2 and f"(none) than asked for ({data.sha256[:16]})" in err
 
 
 def test_the_images_of_their_store_are_found(run):

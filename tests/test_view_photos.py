@@ -512,3 +512,5 @@ def test_a_notebook_shows_the_page(browser, folder, tmp_path):
     assert (tmp_path / "saved.html").read_text() == shown.page
     with pytest.raises(UserError, match="no such file"):
         gaupipe.show(model, tmp_path / "absent.png")
+    with pytest.raises(UserError, match="image 0 is a ndarray"):
+        gaupipe.show(model, np.zeros((0, 50, 3), np.uint8))

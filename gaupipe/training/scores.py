@@ -131,7 +131,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     z = 1.959964
     middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / (1 + z**2 / count)
-    return middle - half, middle + half
+    return max(0.0, middle - half), min(1.0, middle + half)  # which rounding may leave
 
 
 def percent(share: float, count: int) -> str:

@@ -57,6 +57,8 @@ def capture(
     windows (DaViT) or over channels (XCiT), for one whose weights cannot be told from the arguments
     of its attention, and for a block or a query that the model has not.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"capture takes a model, as timm.create_model gives it, not {model!r}")
     model = unwrap_model(model)  # of a compiled or parallel one
     for name, part in model.named_modules():
         _refuse_unreadable(name, part)

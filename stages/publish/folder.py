@@ -56,6 +56,7 @@ def publish(
             shutil.copy(student.folder / "student" / file, folder)
         (folder / "settings.yaml").write_text(dump(settings))
         (folder / CARD).write_text(card, "utf-8")
+        check_new_folder("--out", out)  # by another process, meanwhile
     return out
 
 

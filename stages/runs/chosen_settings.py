@@ -12,6 +12,7 @@ from gaupipe.data.folder import place_of
 from gaupipe.data.load import load_data
 from gaupipe.data.sources import facts_of
 from gaupipe.data.unlabelled import folder_beside
+from gaupipe.distillation.student import check_unlabelled
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.load import Overrides, load_merged, parse, read_overrides, with_overrides
 from gaupipe.system.errors import UserError
@@ -49,6 +50,8 @@ def settings_for(
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"data.{name}: --data {folder} says where the images are")
     images = DataSettings.model_validate(asked.data.model_dump() | place)
+    if asked.data.unlabelled and not plain and Choices(given).given("phase_a.teacher"):
+        check_unlabelled(asked)
     facts = facts_of(images, bool(given.get("download")), unlabelled=not plain)
     choices = choose(facts, place, has_gpu(given), given, paper=paper)
     settings = parse(choices.tree)

@@ -109,6 +109,6 @@ def as_files(images: Any, folder: Path) -> list[Path]:
 
 
 def is_picture(image: Any) -> bool:
-    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or not image.size:
         return False
     return image.ndim == 2 or image.shape[2:] == (3,)
