@@ -132,7 +132,7 @@ def as_row(prediction: Prediction) -> PredictionRow:
     ]
     row: PredictionRow = {"path": utf8(prediction.path), "classes": classes}
     if prediction.label is None:
-        row["problem"] = prediction.problem
+        row["problem"] = prediction.problem and utf8(prediction.problem)
     else:
         row["label"] = prediction.label
     return row

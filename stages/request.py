@@ -48,7 +48,8 @@ def names_classifier(source: str, before_images: bool) -> bool:
     from gaupipe.data.decoding import is_image
 
     folder = Path(source)
-    if before_images and "/" in source and ":" not in source and not folder.exists():
+    is_path = "/" in source and ":" not in source
+    if before_images and is_path and not is_image(source) and not folder.exists():
         raise UserError(f"{source}: there is no run, and no student's folder")
     if folder.exists():
         holds_model = (folder / "student").is_dir() or (folder / "config.json").is_file()

@@ -58,12 +58,10 @@ def open(
         ("teacher", layout.schema.teacher_sha256, teacher_sha256),
     ):
         if expected is not None and stored != expected:
-            is_of = f"{files.url}: is of another {what}"
-            if what == "data set" and not layout.schema.labelled:
-                is_of = f"{files.url}: is of images without labels"
+            labels = "" if layout.schema.labelled else ", it has no labels"
             raise StoreError(
-                f"{is_of} ({stored[:16] or 'none'}) than asked for ({expected[:16]}); "
-                "export the maps of this run"
+                f"{files.url}: is of another {what} ({stored[:16] or 'none'}{labels}) than asked "
+                f"for ({expected[:16]}); export the maps of this run"
             )
     return Store(files, layout, manifest, preload_bytes)
 

@@ -345,6 +345,7 @@ COMMAND_LINE = [
         ("local-dir:pictures pictures/train/cat/0.png", "pictures/config.json"),
         ("no_such_model pictures", "no_such_model"),
         ("runs/absent pictures", "runs/absent no run"),
+        ("runs/absent.jpg pictures", "runs/absent.jpg file"),
         ("~nosuchuser/x pictures", "~nosuchuser/x"),
         (
             "vit_tiny_patch16_224.augreg_in21k pictures",

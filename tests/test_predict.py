@@ -89,6 +89,15 @@ def test_csv_and_json_say_the_same(student, pictures, tmp_path):
             )
 
 
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_an_unreadable_image_whose_name_is_not_utf_8_is_written(tmp_path, form):
+    path = os.fsdecode(b"caf\xe9.png")
+    out = tmp_path / f"out.{form}"
+    predict.write([predict.Prediction(path, problem=f"{path}: is damaged")], out)
+    row = json.loads(out.read_text())[0] if form == "json" else next(csv.DictReader(out.open()))
+    assert (row["path"], row["problem"]) == (r"caf\xe9.png", r"caf\xe9.png: is damaged")
+
+
 def test_a_folder_that_may_not_be_read_stops_the_command(student, pictures, monkeypatch):
     """And is not skipped. The user who tests may be root, who may read all."""
     scandir = os.scandir

@@ -65,7 +65,7 @@ class Settings(Section):
     compile: Annotated[bool, Scope.STUDENT] = False
     """Compile the forward pass with torch.compile."""
     grad_checkpointing: Annotated[bool, Scope.ANYTIME] = False
-    """Compute the activations of each block again in the backward pass (timm's
+    """Compute the activations of each block of a ViT again in the backward pass (timm's
     ``set_grad_checkpointing``): less memory, more time, the same results."""
     checkpoint_minutes: Annotated[Weight | None, Scope.ANYTIME] = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one

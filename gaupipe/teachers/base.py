@@ -40,8 +40,8 @@ from gaupipe.training.student import untrained_student
 from store.kinds import MapSizes
 
 MOST_NUMBERS = 10**8
-"""Of the maps of a batch, all blocks together; each takes 4 bytes, or 8 with what is stored of
-it."""
+"""Of the maps of a batch, all blocks together, or of a block's activations; each takes 4 bytes, or
+8 with what is stored of it."""
 
 
 class MapShape(MapSizes):
@@ -279,11 +279,9 @@ class Teacher:
         self, split: Split, batch_size: int | None = None, with_maps: bool = False
     ) -> Batches:
         """Batches of a split, as the teacher takes its images, by default of the size for
-        evaluation; ``with_maps`` of no more than :meth:`images_at_once`."""
+        evaluation, but no more than :meth:`images_at_once`."""
         settings = self.settings.data
-        size = batch_size or settings.eval_batch_size
-        if with_maps:
-            size = self.images_at_once(size)
+        size = self.images_at_once(batch_size or settings.eval_batch_size, with_maps)
         taken, data = self.as_taken(split)
         return Batches(taken, data, self.device, size, settings.workers, settings.num_buckets)
 
@@ -291,13 +289,20 @@ class Teacher:
         """A split with its images as the teacher takes them, and the data set with such images."""
         return split, self.data
 
-    def images_at_once(self, batch_size: int) -> int:
+    def images_at_once(self, batch_size: int, with_maps: bool = True) -> int:
         """So many images, at most ``batch_size`` and at least 1, have no more than
-        :data:`MOST_NUMBERS` in their maps."""
+        :data:`MOST_NUMBERS` in what a block makes of them and, ``with_maps``, in their maps."""
         if not self.shows_rows:
             return batch_size
-        numbers = self.shape.layers * self.shape.heads * self.tokens**2
-        return min(batch_size, max(1, MOST_NUMBERS // numbers))
+        numbers = self.numbers_of_block
+        if with_maps:
+            numbers = max(numbers, self.shape.layers * self.shape.heads * self.tokens**2)
+        return min(batch_size, max(1, MOST_NUMBERS // max(1, numbers)))
+
+    @property
+    def numbers_of_block(self) -> int:
+        """What attention and FFN of a block take and give, of an image, about."""
+        return 12 * self.tokens * (self.features or 0)
 
     def outputs(self, batch: Batch, wanted: Wanted) -> Outputs:
         """What an export stores of a batch of :meth:`batches`."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data.batches import Batch, Batches
@@ -99,7 +100,7 @@ def loop(
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
     progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
     for module in state.network.modules():
-        if hasattr(module, "set_grad_checkpointing"):  # as most models of timm
+        if isinstance(module, VisionTransformer):  # of others batch norm would see images twice
             module.set_grad_checkpointing(settings.grad_checkpointing)
     with progress, closing(StepLog(settings, folder, update, batches)) as step_log:
         progress.line(f"{label}: {what_is_left(state, update, batches, total)}")

@@ -103,7 +103,7 @@ def phase_a_costs(
         return {"multiply_adds": 0, "processor_seconds": 0.0}
     teacher = load_teacher(training.teacher_run, data)
     schema = store.open(str(training.maps)).schema
-    exported = outputs(teacher, schema, teacher.batches(data.train, batch_size=1), np.arange(1))
+    exported = outputs(teacher, schema, teacher.batches(data.train), np.arange(1))
     forward = multiply_adds(lambda: next(exported))
     export = forward * schema.views * len(data.with_unlabelled())
     if not teacher.kind.trained and metrics[-1].get("processor_seconds"):  # of a probe

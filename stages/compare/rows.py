@@ -47,7 +47,8 @@ class Row(Section):
 
 
 def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
-    """Rows that every comparison has: baselines, distilled students, and up to three controls.
+    """Rows that a comparison has without a sweep: baselines, distilled students, and the controls,
+    up to three, that differ from them.
 
     ``students`` are attentions. The controls belong to the first of them.
     """

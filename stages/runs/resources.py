@@ -191,12 +191,10 @@ def memory_of_maps(teacher: Teacher, schema: store.Schema) -> int:
     whole, once more. Gaussians are no maps; a network also has what a block makes of the batch."""
     batch = min(teacher.settings.data.eval_batch_size, schema.num_images)
     stored = MapShape.of_store(schema)
-    if stored is not None:
-        batch = teacher.images_at_once(batch)
+    batch = teacher.images_at_once(batch, with_maps=stored is not None)
     activations = 0
     if teacher.shows_rows:
-        # of a block: what attention and FFN take and give
-        activations = 4 * batch * teacher.tokens * 12 * (teacher.features or 0)
+        activations = 4 * batch * teacher.numbers_of_block
     if stored is None:
         return activations
     tokens = math.prod(stored.grid) + schema.prefix_tokens
