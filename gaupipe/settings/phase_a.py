@@ -110,7 +110,7 @@ class PhaseASettings(Section):
             )
         if self.teacher_args and not self.kind.takes_args:
             raise ValueError(f"teacher_args: the teacher {self.teacher} takes none: leave it out")
-        if self.kind.learns_images and not self.prior and self.per_image == "none":
+        if self.shares_gaussians and not self.prior:
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"
             )
@@ -138,3 +138,8 @@ class PhaseASettings(Section):
     def learns_of_images(self) -> bool:
         """True if the teacher has parameters of single images."""
         return self.kind.learns_images and self.per_image != "none"
+
+    @property
+    def shares_gaussians(self) -> bool:
+        """True if all images have the same Gaussians, and so the same maps."""
+        return self.kind.learns_images and self.per_image == "none"

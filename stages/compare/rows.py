@@ -76,10 +76,9 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
         distilled = {DISTILLED: student(first)}
     controls: dict[str, ByName] = {}
     kind = base.phase_a.kind
-    alike = kind.learns_images and base.phase_a.per_image == "none"  # the maps of all images
-    if base.phase_b.gamma and kind.stored and not alike:
-        controls["maps of other images"] = {"phase_b.shuffle_maps": True}
-    if not alike:
+    if not base.phase_a.shares_gaussians:  # else these would be the student itself
+        if base.phase_b.gamma and kind.stored:
+            controls["maps of other images"] = {"phase_b.shuffle_maps": True}
         controls |= kind.controls
     if base.export.kind == "predictions":
         controls["predictions of other images"] = {"phase_b.shuffle_predictions": True}
@@ -188,7 +187,7 @@ def resolve(row: Row, base: Settings) -> Settings:
         }
         return settings.model_copy(update=unused)
     phase_a = settings.phase_a
-    if phase_a.kind.learns_images and phase_a.per_image == "none":  # all images have the same maps
+    if phase_a.shares_gaussians:
         settings = settings.with_section("phase_b", shuffle_maps=False)
     if not phase_a.kind.predicts:
         settings = settings.with_section("phase_b", alpha=0.0, alpha_epochs=None)
