@@ -169,13 +169,15 @@ def outputs(
             image_ids = batch.ids // schema.views
         with torch.autocast(teacher.device.type, dtype, enabled=dtype != torch.float32):
             made = teacher.outputs(batch, Wanted(generator, layers, image_ids))
-        if made.logits is None:
-            assert not teacher.predicts  # or zeros would count as predictions
-            made.logits = torch.zeros(len(batch), schema.num_classes)
-        tensors = stored_tensors(made, schema, pooled=notes.pooled_from is not None)
+        with torch.no_grad():
+            if notes.pooled_from is not None:
+                made.attention = made.attention.on_grid(schema.maps.grid)
+            dtype_of_maps = torch.float32 if schema.encoding == "uint8" else torch.float16
+            tensors = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, dtype_of_maps)
         loss = lost(schema, made.attention, tensors)
         if loss is not None:
             loss = loss.double().cpu() * len(batch)
+        tensors |= said_of_images(made, schema, teacher.predicts, len(batch))
         arrays = {name: to_numpy(name, tensor, schema) for name, tensor in tensors.items()}
         del made, tensors  # or they would lie in memory beside those of the next batch
 
@@ -188,20 +190,19 @@ def outputs(
         yield Entries(ids, arrays, loss)
 
 
-@torch.no_grad()
-def stored_tensors(made: Outputs, schema: store.Schema, pooled: bool) -> dict[str, Tensor]:
-    """The arrays of maps, predictions and features of a batch, by name; of maps that are ``pooled``
-    on the grid of the store."""
-    if pooled:
-        made.attention = made.attention.on_grid(schema.maps.grid)
-    dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
-    tensors = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, dtype)
-    assert made.logits is not None
-    tensors["logits"] = made.logits
-    if schema.features_dim is not None:
-        assert made.features is not None  # the teacher has some
-        tensors["features"] = made.features
-    return tensors
+def said_of_images(
+    made: Outputs, schema: store.Schema, predicts: bool, count: int
+) -> dict[str, Tensor]:
+    """The predictions and features of ``count`` images, by the names of their arrays; zeros of a
+    teacher that does not predict."""
+    logits = made.logits
+    if logits is None:
+        assert not predicts  # or zeros would count as predictions
+        logits = torch.zeros(count, schema.num_classes)
+    if schema.features_dim is None:
+        return {"logits": logits}
+    assert made.features is not None  # the teacher has some
+    return {"logits": logits, "features": made.features}
 
 
 def to_numpy(name: str, tensor: Tensor, schema: store.Schema) -> np.ndarray:
