@@ -43,18 +43,21 @@ def is_run(folder: Path) -> bool:
 
 def names_classifier(source: str, before_images: bool) -> bool:
     """True if the first argument of predict names what predicts, and not an image or a folder of
-    images. What is not there is a model of timm's where images follow. Raises UserError for a path
-    there that leads nowhere."""
+    images. What is not there is a model of timm's where images follow."""
     from gaupipe.data.decoding import is_image
 
     folder = Path(source)
-    is_path = "/" in source and ":" not in source
-    if before_images and is_path and not is_image(source) and not folder.exists():
-        raise UserError(f"{source}: there is no run, and no student's folder")
     if folder.exists():
         holds_model = (folder / "student").is_dir() or (folder / "config.json").is_file()
         return is_run(folder) or holds_model
     return source.startswith(LOCAL) or (before_images and not is_image(source))
+
+
+def check_classifier(source: str) -> None:
+    """Raises UserError for a path that leads nowhere; any other name may be one of timm's."""
+    if "/" in source and ":" not in source and not Path(source).exists():
+        raise UserError(f"{source}: there is no run, and no student's folder")
+    check_model(source)
 
 
 def trained_last(run_dir: Path) -> str:

@@ -26,6 +26,7 @@ from stages.cli.options import (
 )
 from stages.cli.output import on_terminal, report, show
 from stages.request import (
+    check_classifier,
     check_with_images,
     find_run,
     is_run,
@@ -72,7 +73,7 @@ def predict(
         source = trained_last(find_run(None, "a run before the images names another"))
     elif is_run(Path(source)):
         source = trained_last(Path(source))
-    check_model(source)
+    check_classifier(source)
     with begins(f"predict: {source}"):
         from stages import predict as stage
 
