@@ -62,6 +62,8 @@ class Row:
     """Of ``phase-a``, or of ``train``."""
     student: tuple[str, ...] = ()
     """Of ``phase-b``."""
+    called: str = "own"
+    """The student's folder, before its seed."""
     itself: bool = False
     """The teacher is scored, and has no student."""
 
@@ -79,8 +81,9 @@ def rows(equal_epochs: int) -> dict[str, Row]:
         "predictions": Row(many, "deit", DEIT),
         "predictions and maps": Row(many, "maps", (*DEIT, *MAPS)),
         "predictions and other images' maps": Row(
-            many, "maps", (*DEIT, *MAPS), ("--set", "phase_b.shuffle_maps=true")
+            many, "maps", (*DEIT, *MAPS), ("--set", "phase_b.shuffle_maps=true"), "other"
         ),
+        "predictions, 33 epochs": Row(many, "deit", DEIT, ("--set", "phase_b.epochs=33"), "longer"),
         "narrow ResNet's predictions": Row(many, "resnet-{seed}"),
         "narrow ResNet, labels": Row(many, "resnet-{seed}", itself=True),
         "the ViT's own predictions": Row(many, "vit-{seed}", ("--teacher", "vit")),
@@ -125,7 +128,7 @@ def measure(name: str, row: Row, seed: int) -> dict[str, object]:
     else:
         run = Path("runs") / row.teacher.format(seed=seed)
         teacher_seconds = sum(taught(row, run, seed).values())
-        student = f"other-{seed}" if row.student else f"own-{seed}"
+        student = f"{row.called}-{seed}"
         place = ["--run-dir", str(run), "--name", student]
         student_seconds = gaupipe("phase-b", *place, *seeded, *row.student)
         right = right_of_student(run, ["--student", student])
