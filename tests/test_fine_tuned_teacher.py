@@ -10,6 +10,7 @@ import store
 from arguments import sets
 from gaupipe.models import save_student
 from gaupipe.settings.load import parse, with_overrides
+from gaupipe.teachers.base import outline
 from killing import KILLED, AtCall, exit_code
 from pictures import facts, more_photos, photos
 from runs import metrics, run_main
@@ -85,6 +86,20 @@ def test_it_learns_the_labels_and_predicts_the_rest(given, images, tmp_path, in_
     moved = [name for name in moved if not torch.equal(before[name], model.state_dict()[name])]
     assert any("head" not in name and "fc" not in name for name in moved)
     assert model.num_classes == data.num_classes
+
+
+def test_it_is_shifted_by_the_same_part_of_its_larger_images(given, images, tmp_path, in_process):
+    teacher, _ = given
+    command = ["phase-a", "--data", images, "--teacher", teacher, *SMALL]
+    code, _, err = in_process(
+        *command, *sets("augment.crop_padding=1"), "--run-dir", tmp_path / "run"
+    )
+    assert code == 0, err
+    run = RunDirectory(tmp_path / "run")
+    settings = run.settings()
+    begun = outline(settings, run.load_data(settings)).begin(run.phase_a)
+    assert settings.augment.crop_padding == 1
+    assert begun.training().augment.crop_padding == 4  # of 32 pixels, where the student has 8
 
 
 @pytest.fixture

@@ -62,8 +62,8 @@ class AugmentSettings(Section):
 
     resized_crop: ResizedCropSettings | None = None
     crop_padding: Count = 0
-    """Shift the image by up to this many pixels along each axis; pixels from outside the image are
-    0."""
+    """Shift the image by up to this many pixels along each axis, and larger images, a teacher's, by
+    as much of them; pixels from outside the image are 0."""
     flip: bool = False
     """Mirror half of the images, drawn at random, from left to right."""
     randaugment: RandAugmentSettings | None = None

@@ -17,6 +17,7 @@ from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.loading import readable
 from gaupipe.teachers.trained import TrainedOnLabels
 from gaupipe.teachers.vit import VitTeacher, teacher_of
+from gaupipe.training.job import Training
 from gaupipe.training.optimizer import check_optimizer
 from gaupipe.training.state import Identity
 from gaupipe.vit.build import create_model
@@ -64,6 +65,14 @@ class FineTuned(TrainedOnLabels):
         train, taken = as_taken(self.data.train, self.data, takes)
         val, _ = as_taken(self.data.val, self.data, takes)
         return replace(taken, train=train, val=val, interpolation=takes.interpolation)
+
+    def training(self) -> Training:
+        """As that of every teacher; images are shifted by the same part of them as a student's."""
+        training = super().training()
+        size = self.images_for_training.image_size
+        shift = round(training.augment.crop_padding * size / self.data.image_size)
+        augment = training.augment.model_copy(update={"crop_padding": shift})
+        return replace(training, augment=augment)
 
     def identity(self) -> Identity:
         return super().identity() | weights_sha256(self.settings.phase_a.teacher)
