@@ -10,11 +10,11 @@
 ``prepare`` reads the images once, takes the teacher's features (192 pixels) and attention maps (128
 pixels, 8 x 8 patches) of the images as they are, and writes them to CACHE. ``more`` adds what some
 rows need besides: 20,000 images of other things, and 128 pixels for the teacher. ``train`` trains
-one of :data:`ROWS` with one thread and prints it as one line of JSON; rows "of views" take a
-``--teacher``, which sees each step's views. Of the training images 3,000 keep their labels (300 a
-class), 2,000 are validation images and 20,000 or 45,000 others have none; 5,000 test images are
-drawn once. Every training begins with the same images; a seed changes the weights at the start, the
-views and the order.
+one of :data:`ROWS` with one thread and prints it as one line of JSON; rows "of views" and "of mixed
+images" take a ``--teacher``, which sees those of each step, and so does "slice". Of the training
+images 3,000 keep their labels (300 a class), 2,000 are validation images and 20,000 or 45,000
+others have none; 5,000 test images are drawn once. Every training begins with the same images; a
+seed changes the weights at the start, the views and the order.
 
 Core seconds are the processor's, with those of what the row needs of a teacher: its pass over the
 images, or its own training.
@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 import gaupipe.vit.jit  # noqa: F401  (timm learns gaupipe's names)
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, drawn_queries
+from gaupipe.distillation.warm_start import start_from_teacher
 from gaupipe.maps.gaussians import Geometry
 from gaupipe.maps.stored import StoredRows, select_queries
 from gaupipe.settings import OptimSettings
@@ -49,6 +50,7 @@ from gaupipe.teachers.probe import FOLDS, Probe, fit, stratified
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import packed
 from gaupipe.vit.forward import forward_with_maps
+from gaupipe.vit.slicing import spread_of_stream
 
 CLASSES = 10
 VALIDATION = 200  # of each class
@@ -88,10 +90,15 @@ class Row:
     map_epochs: int = 4
     predicted_views: bool = False
     """The teacher predicts each step's views of the images without labels, not the images once."""
+    mixed: bool = False
+    """Images without labels are mixed in pairs (Mixup, alpha 1): so are their predictions, unless
+    the teacher predicts the mixture."""
     maps_of_views: bool = False
     queries: int = 64
     """Of the 64 patches those whose maps are compared in a step."""
     network: str = "conv"  # or residual, patch, the ViT's stem; or resnet
+    sliced: bool = False
+    """The ViT starts as a slice of the teacher's weights."""
     attention: str = "standard"
     more_blocks: int = 0
     """Further residual blocks in each stage of the residual stem."""
@@ -135,6 +142,10 @@ ROWS = {
     "predictions of 45,000 images, teacher at 128 pixels": Row(
         targets="deit", teacher_pixels=128, unlabelled=45_000
     ),
+    "predictions, mixed images": Row(targets="deit", mixed=True),
+    "predictions of mixed images, teacher at 128 pixels": Row(
+        targets="deit", teacher_pixels=128, predicted_views=True, mixed=True
+    ),
     "predictions of other things": Row(targets="deit", of_other_things=True),
     "predictions, the most probable class": Row(targets="deit", hard=True),
     "predictions, temperature 2": Row(targets="deit", soft_temperature=2),
@@ -147,6 +158,7 @@ ROWS = {
     "conv stem, width 96": Row(targets="deit", width=96),
     "conv stem, two blocks of 16 x 16 tokens": Row(targets="deit", fine_blocks=2),
     "patches": Row(targets="deit", network="patch"),
+    "slice": Row(targets="deit", network="patch", sliced=True),
     "residual stem, 2 blocks, labels": Row(epochs=30, network="residual", depth=2),
     "residual stem, 2 blocks": Row(targets="deit", network="residual", depth=2),
     "residual stem, twice the residual blocks, 2 blocks": Row(
@@ -176,7 +188,7 @@ def main() -> None:
     train_command.add_argument("cache", type=Path)
     train_command.add_argument("row")
     train_command.add_argument("--seed", type=int, default=0)
-    train_command.add_argument("--teacher", default="", help="for rows of views")
+    train_command.add_argument("--teacher", default="", help="for rows of views, and slices")
     train_command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     commands.add_parser("rows")
     arguments = parser.parse_args()
@@ -197,8 +209,9 @@ def main() -> None:
             changes[field] = value if kind is type(None) else kind(value)
         name = ", ".join([arguments.row, *arguments.set])
         row = replace(row, **changes)
-        if (row.predicted_views or row.maps_of_views) and not arguments.teacher:
-            parser.error("a row of views needs --teacher")
+        needs_teacher = row.predicted_views or row.maps_of_views or row.sliced
+        if needs_teacher and not arguments.teacher:
+            parser.error(f"{name}: needs --teacher")
         print(json.dumps(measured(name, row, arguments.cache, arguments.seed, arguments.teacher)))
 
 
@@ -513,6 +526,28 @@ def averaged(block: nn.Module, inputs: Any, tokens: Tensor) -> Tensor:
     return F.avg_pool2d(grid, 2).flatten(2).transpose(1, 2)
 
 
+def start_as_slice(network: Any, teacher: str, images: np.ndarray) -> None:
+    """Gives a ViT a part of a teacher's weights, by what the teacher makes of some images."""
+    vit: Any = timm.create_model(teacher, pretrained=True).eval()
+    size = vit.patch_embed.img_size[0]
+    spread = spread_of_stream(vit, (for_teacher(b, size) for b in teacher_batches(images)))
+    heads = vit.blocks[0].attn.num_heads
+    grid = vit.patch_embed.grid_size
+    start_from_teacher(network, "slice", vit.state_dict(), heads, grid, spread)
+
+
+def mixed(
+    pixels: Tensor, wanted: Tensor, some: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """The images and targets of a batch, ``some`` of them mixed with each other."""
+    where = some.nonzero().squeeze(1)
+    partners = where[torch.randperm(len(where), generator=generator)]
+    share = torch.rand(len(where), generator=generator)
+    pixels[where] = torch.lerp(pixels[partners], pixels[where], share[:, None, None, None])
+    wanted[where] = torch.lerp(wanted[partners], wanted[where], share[:, None])
+    return pixels, wanted
+
+
 def views(images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Images [B, 3, 32, 32] shifted by up to four pixels each way and mirrored, and which were."""
     count = len(images)
@@ -566,6 +601,8 @@ def train(
     if some is not None:
         images, targets = images[some], targets[some]
     network = build(row)
+    if row.sliced:
+        start_as_slice(network, cache.teacher, images[:128])
     maps = None
     if row.maps:
         source = cache.gaussians(seed) if row.maps == "gaussian" else cache.folder / "maps.npy"
@@ -586,10 +623,12 @@ def train(
             ids = order[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]
             pixels = torch.from_numpy(images[ids]).permute(0, 3, 1, 2) / 255
             pixels, mirrored = views(pixels, generator)
-            batch = (pixels - MEAN) / STD
             wanted = targets[ids]
+            others = ids >= row.labels
+            if row.mixed:
+                pixels, wanted = mixed(pixels, wanted, others, generator)
+            batch = (pixels - MEAN) / STD
             if teacher is not None:
-                others = ids >= row.labels
                 features = pooled(teacher, pixels[others], row.teacher_pixels)
                 wanted[others] = cache.probe.logits(features).softmax(-1)
             if maps is not None and with_maps is not None and epoch < row.map_epochs:
@@ -612,7 +651,7 @@ def train(
             else:
                 logits = network(batch)
                 loss = torch.zeros(())
-            loss = loss + loss_of(row, logits, wanted, labelled=ids < row.labels)
+            loss = loss + loss_of(row, logits, wanted, ~others)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
