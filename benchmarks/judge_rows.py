@@ -39,7 +39,7 @@ VIT = [
     *("--set", "model.args.embed_dim=64", "--set", "model.args.num_heads=2"),
     *("--set", "model.args.mlp_ratio=2"),
 ]
-"""What ``--data`` chooses for these images, said so that all rows have the same."""
+"""What ``--data`` chose for these images, said so that all rows have the same."""
 DEIT = ("--teacher", "local-dir:deit_tiny_in1k")
 FINE_TUNED = (*DEIT, "--set", "phase_a.fine_tune_epochs=10")
 LABELLED_ALONE = [
@@ -62,8 +62,8 @@ class Row:
     """Of ``phase-a``, or of ``train``."""
     student: tuple[str, ...] = ()
     """Of ``phase-b``."""
-    called: str = "own"
-    """The student's folder, before its seed."""
+    epochs: int = 11
+    """Of a student that sees images without labels."""
     itself: bool = False
     """The teacher is scored, and has no student."""
 
@@ -81,9 +81,9 @@ def rows(equal_epochs: int) -> dict[str, Row]:
         "predictions": Row(many, "deit", DEIT),
         "predictions and maps": Row(many, "maps", (*DEIT, *MAPS)),
         "predictions and other images' maps": Row(
-            many, "maps", (*DEIT, *MAPS), ("--set", "phase_b.shuffle_maps=true"), "other"
+            many, "maps", (*DEIT, *MAPS), ("--set", "phase_b.shuffle_maps=true")
         ),
-        "predictions, 33 epochs": Row(many, "deit", DEIT, ("--set", "phase_b.epochs=33"), "longer"),
+        "predictions, 33 epochs": Row(many, "deit", DEIT, epochs=33),
         "narrow ResNet's predictions": Row(many, "resnet-{seed}"),
         "narrow ResNet, labels": Row(many, "resnet-{seed}", itself=True),
         "the ViT's own predictions": Row(many, "vit-{seed}", ("--teacher", "vit")),
@@ -128,9 +128,13 @@ def measure(name: str, row: Row, seed: int) -> dict[str, object]:
     else:
         run = Path("runs") / row.teacher.format(seed=seed)
         teacher_seconds = sum(taught(row, run, seed).values())
-        student = f"{row.called}-{seed}"
+        maps = "other" if row.student else "own"
+        student = f"{maps}-{row.epochs}-{seed}"
         place = ["--run-dir", str(run), "--name", student]
-        student_seconds = gaupipe("phase-b", *place, *seeded, *row.student)
+        epochs = []
+        if row.data == "waste":
+            epochs = ["--set", f"phase_b.epochs={row.epochs}"]
+        student_seconds = gaupipe("phase-b", *place, *seeded, *epochs, *row.student)
         right = right_of_student(run, ["--student", student])
         folder = run / "phase_b" / student
     *_, line = (folder / "metrics.jsonl").read_text().splitlines()

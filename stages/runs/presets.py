@@ -32,9 +32,10 @@ BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))
 FEWEST_EPOCHS = 12
 MOST_EPOCHS = 90
 FEWEST_EPOCHS_OF_MANY = 10
-SEEN_OF_MANY = 230_000
-"""Images that a student sees in all its epochs where most have no labels: 10 epochs of 23,000
-images of CIFAR-10 (unlabelled.json)."""
+SEEN_OF_MANY = 690_000
+"""Images that a student sees in all its epochs where most have no labels: 30 epochs of 23,000
+images of CIFAR-10. A third of them taught it less there (unlabelled.json) and on waste photos
+(judge_unlabelled.json)."""
 BATCH_OF_MANY = 64
 """Its batches there; larger ones were not tried."""
 FEW_IMAGES = 10_000
