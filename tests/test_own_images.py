@@ -80,6 +80,13 @@ def test_more_images_have_fewer_epochs_and_larger_batches():
     assert gpu.model.args["embed_dim"] > few.model.args["embed_dim"]
 
 
+@pytest.mark.parametrize("unlabelled,epochs", [(500, 90), (20_300, 30), (46_000, 14), (10**6, 10)])
+def test_images_without_labels_are_seen_in_more_epochs_the_fewer_they_are(unlabelled, epochs):
+    settings = proposed(images=3000, unlabelled=unlabelled)
+    assert settings.student_training.epochs == epochs
+    assert settings.train.epochs == proposed(images=3000).train.epochs  # on the labels alone
+
+
 def test_a_small_folder_holds_out_an_image_of_each_class():
     names = [f"class of {number} things" for number in range(10)]
     assert proposed(images=20, classes=names).data.val_fraction == 0.5
