@@ -88,10 +88,13 @@ def refuse_with_model(model: str, options: Mapping[str, object]) -> None:
 def with_model(
     overrides: Overrides | None, setting: str, name: str | None, download: bool
 ) -> ByName:
-    """An option that names a model and --download as settings."""
+    """An option that names a model, --teacher or --model, and --download as settings. Raises
+    UserError where --set says the same."""
     check_model(name)
     changes = read_overrides(overrides or ())
     if name is not None:
+        option = "--teacher" if setting == "phase_a.teacher" else "--model"
+        check_once(option, name, setting, changes)
         changes[setting] = name
     if download:
         changes["download"] = True
@@ -165,6 +168,7 @@ def read_settings(
     The other options are for the functions below. Collective."""
     changes = read_overrides(overrides or ())
     if student is not None:
+        check_once("--student", student, "model.attention", changes)
         changes["model.attention"] = student
     if data is not None:
         if config is not None:

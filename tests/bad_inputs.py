@@ -935,6 +935,24 @@ DATA = [
     ),
     Row("curves runs/tiny --out a.txt", "--out a.txt .png"),
     Row("plan --unlabelled pictures --train", "--unlabelled pictures --train"),
+    Row("plan --teacher vit --train", "--teacher vit --train"),
+    Row(
+        "plan --data pictures --model local-dir:vit --teacher vit --set threads=1",
+        "--teacher local-dir:vit",
+    ),
+    *(
+        Row(
+            f"{command} tiny.yaml {option} --set {setting}=xsa",
+            f"{option} {setting}",
+        )
+        for command, option, setting in (
+            ("run", "--teacher vit", "phase_a.teacher"),
+            ("phase-a", "--teacher vit", "phase_a.teacher"),
+            ("plan", "--teacher vit", "phase_a.teacher"),
+            ("train", "--model vit", "model.name"),
+            ("train", "--student belief", "model.attention"),
+        )
+    ),
     Row(
         "run tiny.yaml --unlabelled pictures --set data.unlabelled=pictures",
         "--unlabelled pictures data.unlabelled",

@@ -122,6 +122,20 @@ def test_plan_counts_their_store_and_the_students_steps(finished, in_process):
     assert planned["phase_b"]["steps"] == 2 * -(-(19 + WITHOUT) // 5)
 
 
+def test_plan_takes_the_options_of_run(finished, in_process):
+    """And its numbers are those of the settings that the options stand for."""
+    command = ["plan", "--data", "mine", "--unlabelled", "mine/unlabelled", *SMALL, "--json"]
+    planned = []
+    for teacher in (["--teacher", "vit"], sets("phase_a.teacher=vit")):
+        code, out, err = in_process(*command, *teacher, cwd=finished)
+        assert code == 0, err
+        stages = json.loads(out)["stages"]
+        planned.append([stage.get("parameters") for stage in stages.values()])
+    assert planned[0] == planned[1]
+    resnet = in_process("plan", "--data", "mine", *SMALL, "--json", cwd=finished)[1]
+    assert json.loads(resnet)["stages"]["phase_a"]["parameters"] != planned[0][0]
+
+
 def network_of(folder, num_classes, names):
     """A tiny network of convolutions of timm's, and the folder of its weights."""
     torch.manual_seed(0)

@@ -28,6 +28,7 @@ from stages.cli.options import (
     RunDir,
     Store,
     StudentName,
+    Teacher,
     Unlabelled,
     option,
     parse_name,
@@ -244,6 +245,7 @@ def plan(
             parser=parse_name,
         ),
     ] = None,
+    teacher: Teacher = None,
     download: Download = False,
     world_size: Annotated[
         int, option("--world-size W", "Plan for W processes (torchrun).", min=1, max=100_000)
@@ -258,11 +260,13 @@ def plan(
     if unlabelled is not None and (plain or images is not None):
         other = "--train" if plain else "--images"
         raise UserError(f"--unlabelled {unlabelled}: leave it out with {other}")
+    if teacher is not None and plain:
+        raise UserError(f"--teacher {teacher}: leave it out with --train")
     if model is not None:
         if (data is None) == (images is None):
             raise UserError(f"--model {model}: give --data FOLDER or --images N with it")
         others: dict[str, Any] = {"CONFIG": config, "--run-dir": run_dir, "--classes": classes}
-        others |= {"--world-size": world_size > 1, "--train": plain}
+        others |= {"--world-size": world_size > 1, "--train": plain, "--teacher": teacher}
         if images is not None:  # no training, and no weights
             others |= {"--set": overrides, "--download": download}
         refuse_with_model(model, others)
@@ -271,8 +275,9 @@ def plan(
         elif images is not None:
             plan_export(model, images, as_json)
         return
-    changes = with_unlabelled(overrides, unlabelled)
-    settings, folder = read_settings(config, changes, run_dir, data, plain=plain)
+    changes = with_model(overrides, "phase_a.teacher", teacher, download)
+    changes = with_unlabelled(changes, unlabelled)
+    settings, folder = read_settings(config, changes, run_dir, data, teacher=teacher, plain=plain)
     if plain and world_size > 1:
         raise UserError("--train plans for one process: leave --world-size out")
     with starts("plan", settings, folder):
