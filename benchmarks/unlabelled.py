@@ -536,16 +536,13 @@ def start_as_slice(network: Any, teacher: str, images: np.ndarray) -> None:
     start_from_teacher(network, "slice", vit.state_dict(), heads, grid, spread)
 
 
-def mixed(
-    pixels: Tensor, wanted: Tensor, some: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """The images and targets of a batch, ``some`` of them mixed with each other."""
+def mix(pixels: Tensor, wanted: Tensor, some: Tensor, generator: torch.Generator) -> None:
+    """Mixes ``some`` images of a batch, and their targets, with each other, in place."""
     where = some.nonzero().squeeze(1)
     partners = where[torch.randperm(len(where), generator=generator)]
     share = torch.rand(len(where), generator=generator)
     pixels[where] = torch.lerp(pixels[partners], pixels[where], share[:, None, None, None])
     wanted[where] = torch.lerp(wanted[partners], wanted[where], share[:, None])
-    return pixels, wanted
 
 
 def views(images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -626,7 +623,7 @@ def train(
             wanted = targets[ids]
             others = ids >= row.labels
             if row.mixed:
-                pixels, wanted = mixed(pixels, wanted, others, generator)
+                mix(pixels, wanted, others, generator)
             batch = (pixels - MEAN) / STD
             if teacher is not None:
                 features = pooled(teacher, pixels[others], row.teacher_pixels)

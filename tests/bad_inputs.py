@@ -941,10 +941,7 @@ DATA = [
         "--teacher local-dir:vit",
     ),
     *(
-        Row(
-            f"{command} tiny.yaml {option} --set {setting}=xsa",
-            f"{option} {setting}",
-        )
+        Row(f"{command} tiny.yaml {option} --set {setting}=xsa", f"{option} {setting}")
         for command, option, setting in (
             ("run", "--teacher vit", "phase_a.teacher"),
             ("phase-a", "--teacher vit", "phase_a.teacher"),

@@ -69,8 +69,8 @@ class FineTuned(TrainedOnLabels):
     def training(self) -> Training:
         """As that of every teacher; images are shifted by the same part of them as a student's."""
         training = super().training()
-        size = self.images_for_training.image_size
-        shift = round(training.augment.crop_padding * size / self.data.image_size)
+        ratio = training.data.image_size / self.data.image_size
+        shift = round(training.augment.crop_padding * ratio)
         augment = training.augment.model_copy(update={"crop_padding": shift})
         return replace(training, augment=augment)
 
