@@ -12,7 +12,8 @@ processor, those of a teacher's training and export included; ``teacher_seconds`
 alone, left out where they were not recorded.
 
 In a page, a table stands between two comments. The first names the file, which trainings are
-meant, how many seeds a row needs to be shown, and pairs of rows, whose differences of test accuracy
+meant, how many seeds a row needs to be shown (``seeds=5``), their order (``order=test``; else that
+of the file), and pairs of rows, whose differences of test accuracy
 are tested as one family, over seeds and, where both rows have ``right``, a bit for each of
 ``test_images``, over the images too:
 
@@ -134,6 +135,8 @@ def draw_tables(page: str) -> str:
             arguments["names"] = names
         if "seeds" in options:
             arguments["least_seeds"] = int(options.pop("seeds"))
+        if options.pop("order", None) == "test":
+            arguments["by_test"] = True
         text = DRAWERS[match["kind"]](read(match["file"], options), **arguments)
         return f"{match[1]}\n{text}\n\n{match[5]}"
 
@@ -273,12 +276,17 @@ def right_images(training: Training) -> np.ndarray | None:
 
 
 def table(
-    trainings: list[Training], pairs: Sequence[tuple[str, ...]] = (), least_seeds: int = 1
+    trainings: list[Training],
+    pairs: Sequence[tuple[str, ...]] = (),
+    least_seeds: int = 1,
+    by_test: bool = False,
 ) -> str:
     """Markdown table with a row for each name and number of epochs: means and standard deviations
-    over the seeds, without rows of fewer than ``least_seeds``. Accuracies are those of the test
-    images, and of the validation images too where a row has no others. A column is left out where
-    it is empty, and epochs and seeds where they are the same in all rows.
+    over the seeds, without rows of fewer than ``least_seeds``, in the file's order or, ``by_test``,
+    in that of their accuracy. Accuracies are those of the test
+    images, and of the validation images too where a row has no others. The core seconds of a
+    teacher stand apart if all trainings have them. A column is left out where it is empty, and
+    epochs and seeds where they are the same in all rows.
 
     Each of ``pairs`` stands beside its first row.
     """
@@ -286,18 +294,29 @@ def table(
     for training in sorted(trainings, key=lambda training: training["seed"]):
         groups.setdefault((training["name"], training["epochs"]), []).append(training)
     groups = {key: runs for key, runs in groups.items() if len(runs) >= least_seeds}
+    if by_test:
+        accuracies = {
+            key: statistics.mean(run["test"] for run in runs) for key, runs in groups.items()
+        }
+        groups = {key: groups[key] for key in sorted(groups, key=accuracies.__getitem__)}
     beside: dict[str, list[str]] = {}
     if pairs:
         for (name, other), (points, p, verdict) in compared(trainings, [*pairs]).items():
             holm = "" if verdict == "not decided" else f"p {p}, "
             beside.setdefault(name, []).append(f"{points} above `{other}`: {holm}{verdict}")
 
+    every_run = [run for runs in groups.values() for run in runs]
+    teachers_apart = all("teacher_seconds" in run for run in every_run)
     rows_of_cells = []
     for (name, epochs), runs in groups.items():
         cells = [name, str(epochs), str(len(runs))]
         cells += [mean_and_std(percents(runs, key)) for key in ("val", "test")]
         seconds = [run["core_seconds"] for run in runs if run["core_seconds"] is not None]
-        cells.append(f"{statistics.mean(seconds):,.0f}" if seconds else "")
+        of_teacher: list[int] = []
+        if teachers_apart:  # one pass of a teacher took as long as the machine of its day let it
+            of_teacher = [run["teacher_seconds"] for run in runs]
+            seconds = [both - one for both, one in zip(seconds, of_teacher, strict=True)]
+        cells += [mean_seconds(seconds), mean_seconds(of_teacher)]
         cells.append("<br>".join(beside.get(name, [])))
         rows_of_cells.append(cells)
 
@@ -308,6 +327,7 @@ def table(
         "validation",
         "test",
         "core seconds",
+        "and its teacher's",
         "points of test accuracy",
     ]
     needless = set()
@@ -318,7 +338,7 @@ def table(
         needless.add("seeds")
         seeds = numbers_of_seeds.pop()
         head[0] = f"row ({seeds} seed{'s' * (seeds > 1)})"
-    if all("test" in run for runs in groups.values() for run in runs):
+    if all("test" in run for run in every_run):
         needless.add("validation")
     columns = [
         column
@@ -327,6 +347,11 @@ def table(
     ]
     first, *rest = (f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True))
     return "\n".join([first, "|---" * len(columns) + "|", *rest])
+
+
+def mean_seconds(seconds: list[int]) -> str:
+    """Empty where nothing was measured, or nothing spent."""
+    return f"{statistics.mean(seconds):,.0f}" if any(seconds) else ""
 
 
 def difference_cells(verdict: Verdict) -> list[str]:
