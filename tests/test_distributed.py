@@ -63,6 +63,12 @@ CASES = {
         "phase_b.alpha=0.2",
         "phase_b.gamma=0.3",
     ],
+    "resnet": [
+        "phase_a.teacher=resnet",
+        "export.kind=predictions",
+        "phase_b.gamma=0",
+        "phase_b.alpha=0.5",
+    ],
 }
 
 

@@ -88,6 +88,18 @@ def test_it_learns_the_labels_and_predicts_the_rest(given, images, tmp_path, in_
     assert model.num_classes == data.num_classes
 
 
+def test_another_teacher_of_its_run_is_taken_as_it_is(training, tmp_path, in_process):
+    assert in_process(*training, "--run-dir", tmp_path / "run")[0] == 0
+    save_convolutions(tmp_path / "other", seed=1)
+    export = ["export-maps", "--run-dir", tmp_path / "run", "--kind", "predictions"]
+    other = ["--teacher", f"local-dir:{tmp_path / 'other'}", "--out", tmp_path / "other.zarr"]
+    code, _, err = in_process(*export, *other)
+    assert code == 0, err
+    run = ["--run-dir", tmp_path / "run", "--teacher"]
+    code, _, err = in_process("verify", tmp_path / "other.zarr", *run)
+    assert code == 0, err
+
+
 def test_it_is_shifted_by_the_same_part_of_its_larger_images(given, images, tmp_path, in_process):
     teacher, _ = given
     command = ["phase-a", "--data", images, "--teacher", teacher, *SMALL]

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from gaupipe.data.load import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings.load import load
 from gaupipe.system import distributed
-from gaupipe.training.epochs import Epoch
 from killing import AtCall, exit_code
 from pictures import UNCHANGED, NumberedMaps
 from runs import results
@@ -157,21 +155,6 @@ def test_ctrl_c_before_a_command_begins_is_one_line(in_process, monkeypatch):
 
     monkeypatch.setattr("stages.cli.program.show_messages", interrupt)
     assert in_process("plan") == (130, "", "gaupipe: interrupted\n")
-
-
-def test_draws_start_anew_on_another_type_of_device():
-    def followed(name: int, first: int) -> int:
-        epoch = object.__new__(Epoch)
-        epoch.first, epoch._generators = first, {}
-        gpu_state = {"generators": {name: torch.zeros(16, dtype=torch.uint8)}}
-        state = types.SimpleNamespace(epoch={"ranks": [gpu_state]})
-        epoch.loop = types.SimpleNamespace(update=types.SimpleNamespace(state=state))
-        generator = torch.Generator().manual_seed(name)
-        epoch.follow({name: generator})
-        return generator.initial_seed()
-
-    seeds = {followed(name, first) for name in (0, 1) for first in (5, 6)}
-    assert len(seeds) == 4 and followed(0, 5) in seeds
 
 
 def test_short_epochs_have_checkpoints_between_them_only(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gaupipe.attention import ATTENTION, comparing
 from gaupipe.attention.base import per_head
-from gaupipe.attention.kernels import perpendicular
+from gaupipe.attention.kernels import parallel, perpendicular
 
 HEADS = 2
 PROJECTIONS = {1: perpendicular, HEADS: lambda m, v: per_head(perpendicular, m, v, HEADS)}
@@ -83,6 +83,18 @@ def test_the_projection_is_exact_up_to_the_last_rounding_in_half_precision_and_u
     assert perpendicular(m, v).dtype == torch.bfloat16
     torch.testing.assert_close(perpendicular(m, v).double(), exact, rtol=2**-8, atol=5e-5)
     torch.testing.assert_close(under_autocast.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_the_parallel_part_is_rounded_once():
+    """It is a tenth of m: a difference of rounded numbers would be off by some of their last
+    bits."""
+    torch.manual_seed(0)
+    m, v = torch.randn(2, 64, 768).bfloat16()
+    d, *_ = oracle(1, *(x.double().numpy() for x in (m, v, v)))
+    exact = m.double() - torch.from_numpy(d.astype(float))
+    assert parallel(m, v).dtype == torch.bfloat16
+    torch.testing.assert_close(parallel(m, v).double(), exact, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(parallel(m.double(), v.double()), exact, rtol=1e-9, atol=1e-12)
 
 
 def doubles(*shape):

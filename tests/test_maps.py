@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map
+from gaupipe.maps.gaussians import Geometry, expected_map
 from gaupipe.maps.views import from_top_k, move_map, pool_map, top_k, without_prefix
 from gaupipe.teachers import gaussian_vit as gaussian
 from gaupipe.teachers.base import ShownMaps
@@ -151,10 +151,8 @@ def test_shown_maps_are_rounded_once_whatever_is_computed_at_once(monkeypatch, a
     gaussians = torch.randn(3, 2, 2, 12, 4, generator=generator)
     gaussians[..., 2:] = gaussians[..., 2:].exp()
     expected = expected_map(gaussians, (3, 4))
-    axes = [expected_axes(gaussians[:, layer], (3, 4)) for layer in (0, 1)]
     for attention in (
         gaussian.GaussianMaps((3, 4), gaussians.requires_grad_()),
-        gaussian.GaussianMaps((3, 4), gaussians.detach() * torch.nan, axes=axes),
         ShownMaps(expected.unbind(1), (3, 4), torch.zeros(2, 2)),
     ):
         maps = attention.maps(dtype)

@@ -20,6 +20,7 @@ from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import TrainingState
+from gaupipe.training.sums import Sums
 from gaupipe.training.update import Update, per_image_gradient
 
 
@@ -197,7 +198,11 @@ def test_means_weigh_batches_by_their_images(tmp_path):
 
     def batch(images: int, labelled: int | None) -> Batch:
         return Batch(
-            torch.zeros(images), torch.zeros(images), torch.arange(images), whole_labelled=labelled
+            torch.zeros(images),
+            torch.zeros(images),
+            torch.arange(images),
+            whole_labelled=labelled,
+            labelled_ids=labelled,
         )
 
     with loop(settings, state, batches, tmp_path, "test", 1) as training:
@@ -211,3 +216,17 @@ def test_means_weigh_batches_by_their_images(tmp_path):
     assert entry.pop("loss") == pytest.approx(15 / 6)
     assert entry.pop("acc") == pytest.approx(2 / 3)  # of the three with a label
     assert entry.keys() == {"epoch", "seconds", "processor_seconds", "images_per_s"}
+
+
+def test_a_rank_with_more_than_its_share_of_labels_shows_the_accuracy_of_its_images():
+    batch = Batch(
+        torch.zeros(4),
+        torch.zeros(4),
+        torch.arange(4),
+        whole_size=8,
+        whole_labelled=2,
+        labelled_ids=2,  # both on this rank, where one is its share
+    )
+    sums = Sums()
+    sums.add(batch, {"acc": torch.tensor(2.0)})  # both right, over its share
+    assert batch.labelled == 1 and sums.means() == {"acc": 1.0}

@@ -56,48 +56,12 @@ class StudentAttention(Attention):
     """Options that stand in for the defaults where trained weights are taken over."""
 
     def __init__(self, dim: int, num_heads: int = 8, **arguments: Any) -> None:
-        if self.compares:
-            super().__init__(dim, num_heads, **arguments)
-        else:
-            self.init_without_queries(dim, num_heads, **arguments)
-
-    def init_without_queries(
-        self,
-        dim: int,
-        num_heads: int,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        scale_norm: bool = False,
-        gated: bool = False,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        norm_layer: type[nn.Module] | None = None,
-        device: Any = None,
-        dtype: Any = None,
-        **_query_arguments: Any,
-    ) -> None:
-        """As timm's ``__init__``, which always makes matrices for queries and keys, with ``v`` in
-        the place of ``qkv``. Arguments for queries and keys are ignored."""
-        nn.Module.__init__(self)
-        assert dim % num_heads == 0, f"dim {dim} should be divisible by num_heads {num_heads}"
-
-        self.num_heads = num_heads
-        self.head_dim = dim // num_heads
-        self.attn_dim = dim
-        self.scale = self.head_dim**-0.5
-
-        # in this order, in which a seed draws their weights
-        placed = {"device": device, "dtype": dtype}
-        self.v = nn.Linear(dim, dim, bias=qkv_bias, **placed)
-        self.attn_drop = nn.Dropout(attn_drop)
-        self.norm: nn.Module = nn.Identity()
-        if scale_norm and norm_layer:
-            self.norm = norm_layer(dim, **placed)
-        self.gate = None
-        if gated:
-            self.gate = nn.Linear(dim, dim, bias=qkv_bias, **placed)
-        self.proj = nn.Linear(dim, dim, bias=proj_bias, **placed)
-        self.proj_drop = nn.Dropout(proj_drop)
+        super().__init__(dim, num_heads, **arguments)
+        if not self.compares:
+            weight = self.qkv.weight
+            bias = self.qkv.bias is not None
+            self.v = nn.Linear(dim, self.attn_dim, bias, device=weight.device, dtype=weight.dtype)
+            del self.qkv, self.q_norm, self.k_norm
 
     def linear(self) -> nn.Linear:
         """A further matrix beside ``proj``, as large."""

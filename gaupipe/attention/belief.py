@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaupipe.attention.base import StudentAttention, choice
-from gaupipe.attention.kernels import perpendicular
+from gaupipe.attention.kernels import parallel, perpendicular
 
 SIGNALS = {
     "perpendicular": perpendicular,
-    "projected": lambda mh, v: mh - perpendicular(mh, v),
+    "projected": parallel,
     "value": lambda mh, v: v,
 }
 
@@ -61,6 +61,5 @@ class BeliefAttention(StudentAttention):
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         if self.head_gate is not None:
-            parallel = mh - perpendicular(mh, v)
-            return self.proj(mh - self.gates() * parallel)
+            return self.proj(mh - self.gates() * parallel(mh, v))
         return self.proj(SIGNALS[self.signal](mh, v))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gaupipe.attention.base import StudentAttention, choice, matrix_of_mh, per_head
-from gaupipe.attention.kernels import perpendicular
+from gaupipe.attention.kernels import parallel, perpendicular
 
 MULTIPLIED = {
     "perpendicular": ("D", "D_s"),
@@ -50,9 +50,6 @@ class BeliefStarAttention(StudentAttention):
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         if self.signal == "concat":
             return self.proj(mh) + self.proj_local(v)
-        d = perpendicular(mh, v)
-        d_s = per_head(perpendicular, mh, v, self.num_heads)
-        if self.signal == "projected":
-            d = mh - d
-            d_s = mh - d_s
-        return self.proj(d) + self.proj_local(d_s)
+        part = parallel if self.signal == "projected" else perpendicular
+        local = per_head(part, mh, v, self.num_heads)
+        return self.proj(part(mh, v)) + self.proj_local(local)

@@ -27,6 +27,13 @@ def perpendicular(m: Tensor, v: Tensor) -> Tensor:
     return _perpendicular(m, v)
 
 
+def parallel(m: Tensor, v: Tensor) -> Tensor:
+    """The part of m along v, m - D with D of :func:`perpendicular`. It is small beside m, so only
+    the difference is rounded to the type of m."""
+    wide = at_least_float32(m)
+    return (wide - perpendicular(wide, v)).to(m.dtype)
+
+
 @torch.fx.wrap  # in its own module: a node of traced graphs, whoever imports the function above
 def _perpendicular(m: Tensor, v: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():

@@ -33,6 +33,11 @@ def uniforms(
     return (words.reshape(len(ids), -1)[:, :k] + 0.5) * 2.0**-32
 
 
+def seed_of(*entropy: int) -> int:
+    """A seed for one of torch's generators, a function of these numbers."""
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+
+
 _WORD = np.uint64(0xFFFFFFFF)  # the lower 32 bits
 _HALF = np.uint64(32)  # shifts the upper 32 bits down
 

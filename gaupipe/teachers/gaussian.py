@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -19,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.buckets import Buckets
+from gaupipe.data.draws import seed_of
 from gaupipe.data.splits import ImageData
 from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
@@ -194,22 +196,19 @@ class GaussianTeacher(Teacher):
         evaluation = self.batches(data.train)
         validation = self.batches(data.val)
         augment = Augment(settings.phase_a_augment, settings.seed)
-        draws = Draws(self, training.buckets)
         loss_module = TeacherLoss(self)
         parameters = noise = None
 
         with loop(settings, state, training, folder, "phase A", phase.max_epochs) as running:
             update = running.update
             for epoch in running.epochs():
-                draws.seed(settings.seed * 1_000_003 + epoch.number)
-                epoch.follow(draws.generators)
                 loss_of = update.data_parallel(loss_module)
                 # images [B, channels, h, w]
                 for batch in training.epoch(epoch.number, augment, first=epoch.first):
                     if per_image is not None:
                         parameters = per_image.gather(batch.ids, self.device)  # leaf
                     if phase.mode == "stochastic":
-                        noise = draws.noise(batch)  # [B, L, H, T, 2]
+                        noise = noise_of(batch, self.network)  # [B, L, H, T, 2]
                     with update.forward():
                         loss = loss_of(batch, parameters, noise)
                     scale = update.backward(loss, batch.weight)
@@ -259,29 +258,19 @@ class TeacherLoss(nn.Module):
         return cross_entropy(logits, batch.labels)
 
 
-class Draws:
-    """The random numbers of sampled passes: those of an image depend on its bucket and on the
-    images before it there, not on the rank."""
+def noise_of(batch: Batch, network: GaussianViT) -> Tensor:
+    """Standard normal numbers [B, L, H, T, 2] for a sampled pass of a batch of training. Those of a
+    bucket's images follow from the place of the batch and the first of them, not from the rank."""
+    images = batch.images.split([size for _, size in batch.parts])
+    firsts = np.cumsum([0, *(size for _, size in batch.parts)])
+    noise = []
+    for part, first in zip(images, batch.ids[firsts[:-1]].tolist(), strict=True):
+        noise.append(network.noise(part, generator(part.device, *batch.place, first)))
+    return torch.cat(noise)
 
-    def __init__(self, teacher: GaussianTeacher, buckets: Buckets) -> None:
-        self.network = teacher.network
-        self.count = buckets.count
-        self.generators = {
-            number: torch.Generator(teacher.device) for number in buckets.rank_buckets()
-        }
 
-    def seed(self, seed: int) -> None:
-        """Starts the draws of every bucket from (``seed``, bucket)."""
-        for number, generator in self.generators.items():
-            generator.manual_seed(seed * self.count + number)
-
-    def noise(self, batch: Batch) -> Tensor:
-        """Standard normal numbers [B, L, H, T, 2] for the images of a batch."""
-        images = batch.images.split([size for _, size in batch.parts])
-        parts = zip(images, batch.parts, strict=True)
-        return torch.cat(
-            [self.network.noise(part, self.generators[bucket]) for part, (bucket, _) in parts]
-        )
+def generator(device: torch.device, *entropy: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed_of(*entropy))
 
 
 @torch.no_grad()
@@ -289,8 +278,7 @@ def score_teacher(teacher: GaussianTeacher, batches: Batches, *, seen: bool) -> 
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
     shared prior alone. One sampled pass in ``stochastic`` mode."""
     network = teacher.network.eval()
-    draws = Draws(teacher, batches.buckets)
-    draws.seed(teacher.settings.seed)
+    seed = teacher.settings.seed
     passes = None
     if network.passes is not None:
         passes = 1
@@ -298,12 +286,11 @@ def score_teacher(teacher: GaussianTeacher, batches: Batches, *, seen: bool) -> 
     def predictions() -> Iterator[tuple[Tensor, Tensor]]:
         parameters = None
         for batch in batches.rank_batches():
-            [(bucket, _)] = batch.parts  # one bucket in each batch, so that its draws are its own
             if seen:
                 parameters = teacher.parameters(batch.ids)
             gaussians = network.gaussians(parameters)
-            generator = draws.generators[bucket]
-            yield network.predict(batch.images, gaussians, passes, generator), batch.labels
+            drawn = generator(teacher.device, seed, int(batch.ids[0]))  # all of one bucket
+            yield network.predict(batch.images, gaussians, passes, drawn), batch.labels
 
     return score(predictions())
 

@@ -19,9 +19,9 @@ from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.maps.gaussians import (
     RAW_SIZE,
     expected_axes,
+    expected_map,
     from_raw,
     initial_raw,
-    outer,
     sample,
 )
 from gaupipe.teachers.image_state import ImageState
@@ -41,8 +41,6 @@ class GaussianMaps:
     gaussians: Tensor  # [B, L, H, T, 4]
     parameters: Tensor | None = None
     """[B, ...], of a teacher with per-image parameters."""
-    axes: Sequence[tuple[Tensor, Tensor]] = ()
-    """For each block the factors [B, H, T, h] and [B, H, T, w] of its map, if computed."""
 
     dropped: None = None
     """Gaussians leave no attention out."""
@@ -68,11 +66,7 @@ class GaussianMaps:
         for position, layer in enumerate(wanted):
             for first in range(0, images, at_once):
                 part = slice(first, first + at_once)
-                if self.axes:
-                    along_y, along_x = (axis[part] for axis in self.axes[layer])
-                else:
-                    along_y, along_x = expected_axes(self.gaussians[part, layer], self.grid)
-                maps[part, position] = outer(along_y, along_x)
+                maps[part, position] = expected_map(self.gaussians[part, layer], self.grid)
         return maps
 
 
@@ -184,9 +178,8 @@ class GaussianViT(nn.Module):
         ``generator`` draws the points of sampled passes."""
         gaussians = self.gaussians(parameters)  # [B or 1, L, H, T, 4]
         gaussians = gaussians.expand(len(images), *gaussians.shape[1:])
-        axes: list[tuple[Tensor, Tensor]] = []
-        logits = self.predict(images, gaussians, self.passes, generator, axes)
-        return logits, GaussianMaps(self.grid, gaussians, parameters, axes)
+        logits = self.predict(images, gaussians, self.passes, generator)
+        return logits, GaussianMaps(self.grid, gaussians, parameters)
 
     @torch.no_grad()
     def predict(
@@ -195,13 +188,12 @@ class GaussianViT(nn.Module):
         gaussians: Tensor,
         passes: int | None = None,
         generator: torch.Generator | None = None,
-        axes: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """Log-probabilities [B, C] in eval mode: the mean of the probabilities of so many sampled
         ``passes``, or with None one exact pass; a single pass at the means is not the function that
-        was trained. ``axes`` as in :meth:`forward`."""
+        was trained."""
         if passes is None:
-            return self(images, gaussians, axes=axes).float().log_softmax(-1)
+            return self(images, gaussians).float().log_softmax(-1)
         draws = [
             self(images, gaussians, self.noise(images, generator)).float().log_softmax(-1)
             for _ in range(passes)
@@ -213,25 +205,19 @@ class GaussianViT(nn.Module):
         images: Tensor,
         gaussians: Tensor,
         noise: Tensor | None = None,
-        axes: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """Logits [B, C] of images [B, channels, height, width].
 
         gaussians   [B or 1, L, H, T, 4]
         noise       [B, L, H, T, 2], standard normal: every query reads at one sampled point. None:
                     through the exact expected map
-        axes        gets the two factors of each block's expected map, [B or 1, H, T, h] and
-                    [B or 1, H, T, w]
         """
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
             if noise is not None:
                 points = sample(gaussians[:, layer], noise[:, layer])  # [B, H, T, 2]
                 return attention.at_points(tokens, points, self.grid)
-            factors = expected_axes(gaussians[:, layer], self.grid)
-            if axes is not None:
-                axes.append(factors)
-            return attention.through(tokens, factors)
+            return attention.through(tokens, expected_axes(gaussians[:, layer], self.grid))
 
         return run_blocks(self.vit, images, attend)
 

@@ -68,7 +68,8 @@ class Probe:
         """[B, F + 1, C] of every regression."""
         weights = self.weights.to(features.device)
         biases = self.biases.to(features.device)
-        return torch.einsum("bd,fcd->bfc", features.float(), weights) + biases
+        with torch.autocast(features.device.type, enabled=False):
+            return torch.einsum("bd,fcd->bfc", features.float(), weights) + biases
 
 
 def check_probe(data: ImageData) -> None:

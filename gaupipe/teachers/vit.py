@@ -104,10 +104,9 @@ def other_teacher(
             f"--teacher {teacher}: is for a run, which 'gaupipe phase-a --set "
             f"phase_a.teacher={teacher}' begins; here local-dir:FOLDER or a timm name is right"
         )
-    changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
+    changes: dict[str, Any] = {"teacher": teacher, "teacher_args": teacher_args or {}}
     parsed = parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
-    changes["teacher"] = parsed.teacher
-    settings = settings.with_section("phase_a", **changes)
+    settings = settings.model_copy(update={"phase_a": parsed})
     return outline(settings.model_copy(update={"download": download}), data).begin(Path())
 
 

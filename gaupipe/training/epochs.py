@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.draws import seed_of
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped
@@ -147,27 +147,10 @@ class Epoch:
         self.sums = Sums()
         self.started = time.monotonic()
         self.processor_started = time.process_time()
-        self._generators: dict[int, torch.Generator] = {}
         loop.step_log.begin_line()
         if state.epoch:
             self._load(state.epoch)
         self._seed()
-
-    def follow(self, generators: Mapping[int, torch.Generator]) -> None:
-        """Saves these generators, which their keys name on all ranks, in checkpoints within the
-        epoch, and restores their state. On another type of device they start anew."""
-        self._generators.update(generators)
-        saved: dict[int, Tensor] = {}
-        if self.loop.update.state.epoch is not None:
-            for rank in self.loop.update.state.epoch["ranks"]:
-                saved |= rank["generators"]
-        for name in generators.keys() & saved.keys():
-            generator = generators[name]
-            generator_state = saved[name]
-            if generator_state.shape == generator.get_state().shape:
-                generator.set_state(generator_state)
-            else:
-                generator.manual_seed(generator.initial_seed() + (self.first << 40))
 
     def end_batch(self, batch: Batch, **values: Tensor) -> None:
         """Adds the means of a batch's losses. Writes a checkpoint where one is due, and raises
@@ -175,7 +158,7 @@ class Epoch:
         update = self.loop.update
         step_log = self.loop.step_log
         for sums in (self.sums, step_log.sums):
-            sums.add(len(batch), batch.labelled, values)
+            sums.add(batch, values)
         self.done += 1
         progress = self.loop.progress
         if progress.is_stale:
@@ -200,9 +183,9 @@ class Epoch:
         if distributed.world_size() > 1:
             mine = self.sums
             counts = torch.tensor([mine.images, mine.labelled], dtype=torch.float64)
-            images, labelled = distributed.all_reduce_sum(counts).tolist()
+            images, labelled = distributed.all_reduce_sum(counts).long().tolist()
             values = distributed.all_reduce_sum(torch.stack([*mine.values.values()]))
-            self.sums = Sums(int(images), labelled, dict(zip(mine.values, values, strict=True)))
+            self.sums = Sums(images, labelled, dict(zip(mine.values, values, strict=True)))
         self.seconds = time.monotonic() - self.started
         self.processor_seconds = time.process_time() - self.processor_started
         return self.sums.means()
@@ -220,9 +203,7 @@ class Epoch:
         return cast(EpochMetrics, line)
 
     def _seed(self) -> None:
-        entropy = (self.loop.seed, self.number, self.done, distributed.rank())
-        words = np.random.SeedSequence(entropy)
-        torch.manual_seed(int(words.generate_state(1, np.uint64)[0]))
+        torch.manual_seed(seed_of(self.loop.seed, self.number, self.done, distributed.rank()))
 
     def _save(self) -> None:
         """Writes a checkpoint. The time that this takes does not count."""
@@ -234,7 +215,6 @@ class Epoch:
             "images": self.sums.images,
             "labelled": self.sums.labelled,
             "sums": {name: total.cpu() for name, total in self.sums.values.items()},
-            "generators": {name: one.get_state() for name, one in self._generators.items()},
         }
         update.state.epoch = {
             "batches": self.done,

@@ -47,17 +47,16 @@ def hard_loss(
     labelled: float | None = None,
 ) -> Tensor:
     """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), or with the probabilities that
-    ``mixed`` makes of them; optionally smoothed. The mean over the batch, or, with ``labelled``,
-    the sum over the images that have a label, divided by this number."""
+    ``mixed`` makes of them; optionally smoothed. The sum over the images that have a label, divided
+    by ``labelled``, which is the size of the batch where all have one."""
+    if labelled is None:
+        labelled = len(labels)
     has_label = labels != UNLABELLED
-    if labelled is not None:
-        labels = labels.clamp(min=0)  # what stands for no label is no class
+    labels = labels.clamp(min=0)  # what stands for no label is no class
     if mixed is not None:
         # F.one_hot would look at the labels on the host
         one_hot = torch.zeros_like(logits).scatter_(1, labels[:, None], 1.0)
         labels = mixed_targets(one_hot, mixed)
-    if labelled is None:
-        return F.cross_entropy(logits, labels, label_smoothing=smoothing)
     losses = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
     return torch.where(has_label, losses, 0.0).sum() / (labelled or 1.0)
 
@@ -101,10 +100,7 @@ class LabelLosses(nn.Module):
 
     def label_losses(self, logits: Tensor, batch: Batch) -> StepLosses:
         """Losses of logits [B, C] float32, of the images that have a label."""
-        labelled = None
-        if batch.whole_labelled is not None:
-            labelled = batch.labelled
-        loss = hard_loss(logits, batch.labels, self.label_smoothing, batch.mixed, labelled)
+        loss = hard_loss(logits, batch.labels, self.label_smoothing, batch.mixed, batch.labelled)
         labels = batch.labels
         if batch.mixed is not None:
             labels = batch.mixed.main_labels(labels)

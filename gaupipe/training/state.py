@@ -32,12 +32,10 @@ class RankInEpoch(TypedDict):
     """What a rank has done of an epoch."""
 
     images: int
-    labelled: float
+    labelled: int
     """Those of the images that have a label."""
     sums: dict[str, Tensor]
     """Of each loss over these images."""
-    generators: dict[int, Tensor]
-    """The states of generators of random numbers, which their keys name on all ranks."""
 
 
 class BegunEpoch(TypedDict):
@@ -123,6 +121,8 @@ class TrainingState(Generic[Network]):
             per_image = self.per_image.save(folder, f"{len(self.metrics):04d}{within}")
         if distributed.is_main():  # no rank saves again before all have exchanged a loss
             self._write(folder, per_image)
+        if self.per_image is not None:
+            distributed.wait_for_main()  # an update overwrites what the checkpoint before needs
 
     def remove_superseded(self, folder: Path) -> None:
         """Deletes files of earlier and of killed saves."""

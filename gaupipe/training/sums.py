@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from gaupipe.data.batches import Batch
+
 OF_LABELS = ("loss_hard", "acc")
 """Are means over the images with a label alone."""
 
@@ -17,15 +19,16 @@ class Sums:
     value."""
 
     images: int = 0
-    labelled: float = 0.0
+    labelled: int = 0
     values: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, images: int, labelled: float, means: Mapping[str, Tensor]) -> None:
-        """Adds a batch of which these are the ``means``."""
-        self.images += images
-        self.labelled += labelled
+    def add(self, batch: Batch, means: Mapping[str, Tensor]) -> None:
+        """Adds a batch of which these are the ``means``, those of labels over as many images as
+        :attr:`Batch.labelled` says."""
+        self.images += len(batch)
+        self.labelled += batch.labelled_here
         for name, mean in means.items():
-            count = labelled if name in OF_LABELS else images
+            count = batch.labelled if name in OF_LABELS else len(batch)
             self.values[name] = self.values.get(name, 0) + mean.detach() * count
 
     def means(self) -> dict[str, float]:

@@ -42,20 +42,6 @@ PLACELESS = ("class_token", "reg_tokens", "patch_drop_rate", "dynamic_img_size")
 """Keywords of timm's with which a token may have no place on the grid."""
 
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
-timm_create_attn = vision_transformer._create_attn  # where timm looks a name up
-
-
-def create_attn(attn_layer: Any, *arguments: Any, **named: Any) -> nn.Module:
-    """As timm's, which says of an unknown name only that it is None. Raises UserError with the
-    names that there are."""
-    known = vision_transformer.ATTN_LAYERS
-    if isinstance(attn_layer, str) and attn_layer not in known:
-        names = ", ".join(filter(None, known))
-        raise UserError(f"unknown attn_layer {attn_layer!r}: timm knows {names}")
-    return timm_create_attn(attn_layer, *arguments, **named)
-
-
-vision_transformer._create_attn = create_attn
 
 
 def register(name: str, attention: type[StudentAttention]) -> None:

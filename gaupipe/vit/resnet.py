@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from timm.layers import to_2tuple
@@ -10,6 +11,7 @@ from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
 from gaupipe.vit.models import config_of
+from gaupipe.vit.stem import SharedBatchNorm
 
 FULL_RESOLUTION = 64
 """Pixels a side from which on the first convolution halves the image."""
@@ -27,7 +29,8 @@ class NarrowResNet(ResNet):
         size = to_2tuple(img_size)[0]
         if size <= SMALLEST:
             kwargs["output_stride"] = 16
-        super().__init__(in_chans=in_chans, **kwargs)
+        norm = partial(SharedBatchNorm, apply_act=False)  # the blocks have their own ReLU
+        super().__init__(in_chans=in_chans, norm_layer=norm, **kwargs)
         stride = 2 if size >= FULL_RESOLUTION else 1
         first: Any = self.conv1
         first = nn.Conv2d(in_chans, first.out_channels, 3, stride, padding=1, bias=False)

@@ -136,8 +136,8 @@ class SharedBatchNorm(BatchNormAct2d):
             self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
         scale = self.weight * (variance + self.eps).rsqrt()
         shift = self.bias - mean * scale
-        normal = x * scale[:, None, None].to(x.dtype) + shift[:, None, None].to(x.dtype)
-        return self.act(self.drop(normal))
+        normal = x.float() * scale[:, None, None] + shift[:, None, None]
+        return self.act(self.drop(normal.to(x.dtype)))
 
 
 def whole_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
