@@ -178,7 +178,7 @@ def read_settings(
             )
         return settings_of_folder(data, changes, run_dir, plain=plain, paper=paper)
     # read by each rank: what they were told otherwise is refused by check_same, not hidden here
-    if config is None and run_dir is not None and RunDirectory(run_dir).config.is_file():
+    if config is None and run_dir is not None and RunDirectory(run_dir).begun():
         return load_merged(RunDirectory(run_dir).config, changes), run_dir
     config = "digits" if config is None else config
     folder = run_dir or Path("runs") / Path(config).stem

@@ -672,6 +672,14 @@ RUNS = [
         Row(command, "seed 0 1", replace(CONFIG, "other/config.yaml"))
         for command in (RESUME_A, "export-maps --overwrite", "verify --teacher")
     ),
+    Row("train --run-dir runs/tiny", f"{CONFIG} empty", write(CONFIG, "")),
+    *(
+        Row("plan dotted.yaml", f"dotted.yaml {name} nests", write("dotted.yaml", content))
+        for content, name in (
+            ("train.epochs: 1", "train.epochs"),
+            ("data: {name.x: 1}", "data.name.x"),
+        )
+    ),
     Row("export-maps", "runs/ phase-a --run-dir", remove(CONFIG)),
     Row("evaluate", "runs/ phase-a --run-dir", both(remove("runs"), write("runs", "a file"))),
     Row("phase-b", "runs/tiny config.yaml", replace(CONFIG, "pictures")),

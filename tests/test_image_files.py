@@ -326,7 +326,7 @@ def test_copies_of_training_images_are_counted_and_can_be_left_out(root, capfd):
     for path in (root / "train" / "cat").iterdir():
         shutil.copy(path, root / "val" / "cat" / f"copy{path.name}")
     message = refused(root, leave_out_copies=True)
-    assert "training images of the class cat are copies" in message
+    assert "no training image of the class 'cat' is left" in message
 
 
 def contents(split) -> list[bytes]:

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import tarfile
 
 import pytest
 from PIL import Image
@@ -316,6 +317,14 @@ def test_a_class_of_one_image_is_refused_before_anything_is_chosen(tmp_path):
     assert sorted(load_photos(mine).train.labels) == [0] + 12 * [1]
 
 
+@pytest.mark.parametrize("few", [dict(train_images=6), dict(val_fraction=0.9)])
+def test_no_class_loses_all_its_training_images(tmp_path, few):
+    photos(tmp_path / "mine", classes=["cat"], count=100)
+    photos(tmp_path / "mine", classes=["dog"], count=2)
+    with pytest.raises(UserError, match="no training image of the class 'dog' is left"):
+        load_photos(tmp_path / "mine", **few)
+
+
 def load_photos(root, **more):
     return load_data(DataSettings(name="folder", root=root, image_size=8, **more))
 
@@ -403,6 +412,61 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
         "run", "--data", "mine", *teacher, "--set", "data.image_size=16", cwd=tmp_path
     )
     assert (code, out) == (2, "") and "image_size 8, now it is 16" in err.splitlines()[-1], err
+
+
+@pytest.mark.parametrize("place", ["classes", "archives", "unlabelled"])
+def test_a_run_is_no_class_of_its_images(in_process, tmp_path, place):
+    """What a command writes into the folder of the images would be read by the next one."""
+    mine = photos(tmp_path / "mine" / "train").parent
+    more_photos(mine / "unlabelled")
+    command = ["run", "--data", "mine", "--run-dir", "mine/runs/first"]
+    if place == "classes":
+        command[2] = "mine/train"
+        command[4] = "mine/train/runs/first"
+    elif place == "archives":
+        with tarfile.open(mine / "train.tar", "w") as archive:
+            archive.add(mine / "train", "train")
+        shutil.rmtree(mine / "train")
+    else:
+        command[4] = "mine/unlabelled/run"
+    before = {*tmp_path.rglob("*")}
+    code, _, err = run(in_process, *command, cwd=tmp_path)
+    assert code == 2 and "lies among the images in" in err.splitlines()[-1], err
+    assert {*tmp_path.rglob("*")} == before
+
+
+def test_a_run_may_lie_beside_a_folder_for_training(in_process, tmp_path):
+    photos(tmp_path / "mine" / "train")
+    for name in ("first", "second"):
+        command = ["train", "--data", ".", "--run-dir", f"runs/{name}"]
+        code, _, err = run(in_process, *command, cwd=tmp_path / "mine")
+        assert code == 0, err
+    assert (tmp_path / "mine" / "runs").is_dir()
+
+
+def test_a_continued_run_still_guards_its_test_images(in_process, tmp_path):
+    mine = photos(tmp_path / "mine" / "train").parent
+    photos(mine / "test", count=2)
+    command = ["train", "--data", "mine"]
+    assert run(in_process, *command, cwd=tmp_path)[0] == 0
+    (mine / "test" / "cat" / "0.png").rename(mine / "test" / "cat" / "new.png")
+    for _ in range(2):
+        code, _, err = in_process("evaluate", "--test", cwd=tmp_path)
+        assert code == 2 and "cat/new.png" in err, err
+        code, _, err = run(in_process, *command, "--resume", cwd=tmp_path)
+        assert code == 0, err
+
+
+def test_where_the_images_are_is_said_once_to_a_begun_run_too(in_process, tmp_path):
+    photos(tmp_path / "mine")
+    command = ["train", "--data", "mine"]
+    assert run(in_process, *command, cwd=tmp_path)[0] == 0
+    code, _, err = run(in_process, *command, *sets("data.root=elsewhere"), cwd=tmp_path)
+    assert code == 2 and "data.root: --data mine says where" in err.splitlines()[-1]
+
+
+def test_epochs_that_are_left_open_are_chosen():
+    assert proposed(["phase_a.teacher=vit", "phase_b.epochs=null"]).train.epochs > 1
 
 
 def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_path):

@@ -124,6 +124,13 @@ def _choose_images(
         )
     if count < len(positions):
         _, positions = _stratified(train, positions, count, "data.train_images")
+    lost = np.setdiff1d(train.labels, train.labels[positions])
+    if len(lost):
+        name = train.class_names[lost[0]] if train.class_names else lost[0]
+        raise UserError(
+            f"data set {settings.title}: no training image of the class {str(name)!r} is left: "
+            "another data.val_fraction, data.train_images or data.leave_out_copies leaves some"
+        )
     return positions, held_out
 
 
@@ -140,17 +147,9 @@ def _say_contradictions(name: str, split: Split) -> None:
 
 
 def _without_copies(train: Split, held_out: Sequence[Split]) -> np.ndarray:
-    """The positions of the training images of which ``held_out`` has no copy. Raises UserError
-    where a class has none of them."""
+    """The positions of the training images of which ``held_out`` has no copy."""
     is_copy = are_among(train.contents, [split.contents for split in held_out])
     kept = np.delete(train.positions, np.flatnonzero(is_copy))  # images in no files have none
-    lost = sorted({*train.labels.tolist()} - {*train.source.labels[kept].tolist()})
-    if lost:
-        names = train.source.class_names
-        raise UserError(
-            "data.leave_out_copies: all training images of the class "
-            f"{names[lost[0]] if names else lost[0]} are copies of validation or test images"
-        )
     if is_copy.any():
         warn_once(
             "data.leave_out_copies: left out training images that are copies of validation or "

@@ -32,20 +32,25 @@ class PackedImages(FileImages):
     """Images whose bytes a ``reader`` gives by position. Ids, digests, decoding and cache are those
     of files with these names."""
 
-    reader: Reader
-    places: np.ndarray
-    """The reader's position of each image: it has those that were left out, too."""
-
-    @classmethod
-    def without_labels(
-        cls, place: Path, names: list[str], reader: Reader, settings: DataSettings
-    ) -> PackedImages:
-        """All images of a ``reader``. Raises UserError for two of one name."""
-        check_names(names, place)
-        images = cls(place, names, np.full(len(names), UNLABELLED), settings)
-        images.reader = reader
-        images.places = np.arange(len(names))
-        return images
+    def __init__(
+        self,
+        place: Path,
+        names: list[str],
+        reader: Reader,
+        settings: DataSettings,
+        labels: np.ndarray | None = None,
+        class_names: Sequence[str] = (),
+    ) -> None:
+        """All images of a ``reader``. Raises UserError for two of one name: digests are kept by
+        it."""
+        [(name, times)] = Counter(names).most_common(1)
+        if times > 1:
+            raise UserError(f"{place}: {times} images have the name {name}; leave one of them")
+        labels = np.full(len(names), UNLABELLED) if labels is None else labels
+        super().__init__(place, names, labels, settings, class_names)
+        self.reader = reader
+        self.places = np.arange(len(names))
+        """The reader's position of each image: it has those that were left out, too."""
 
     def open(self, position: int) -> io.BytesIO:
         return io.BytesIO(self.reader.read(int(self.places[position])))
@@ -91,17 +96,7 @@ def sources_of(
     sources: dict[str, FileImages] = {}
     for split, images in splits.items():
         check_classes(images.labels, numbers, f"{place}: {split}", training)
-        check_names(images.names, place)
         labels = np.array([numbers[label] for label in images.labels])
-        source = PackedImages(place / split, images.names, labels, settings, classes)
-        source.reader = images.reader
-        source.places = np.arange(len(labels))
+        source = PackedImages(place / split, images.names, images.reader, settings, labels, classes)
         sources[split] = as_asked(source)
     return sources
-
-
-def check_names(names: Sequence[str], place: Path) -> None:
-    """Raises UserError for two images of one name: digests are kept by it."""
-    [(name, times)] = Counter(names).most_common(1)
-    if times > 1:
-        raise UserError(f"{place}: {times} images have the name {name}; leave one of them")

@@ -229,7 +229,10 @@ class ImageData:
             "class_names": self.class_names or None,
         }
         known = {name: fact for name, fact in facts.items() if fact is not None}
-        write_whole(path, json.dumps({"dataset": self.name, **known, **images}) + "\n")
+        written = json.loads(path.read_bytes()) if path.is_file() else {}
+        # check_split has not looked at these: others than the run began with are still refused
+        test = {name: fact for name, fact in written.items() if name in ("test", "test_sha256")}
+        write_whole(path, json.dumps({"dataset": self.name, **known, **images, **test}) + "\n")
 
     def check_split(self, path: Path, test: bool = False) -> None:
         """Raises UserError if :meth:`write_split` wrote ``path`` for other images or other names of

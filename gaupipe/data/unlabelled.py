@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from io import BufferedReader, BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +75,7 @@ def _images_at(place: str, train: FileImages, settings: DataSettings, download: 
     if where["name"] != "folder":
         named = DataSettings.model_validate({**settings.model_dump(), **where})
         names, rows = rows_without_labels(named, download)
-        return PackedImages.without_labels(Path(named.name), names, rows, settings)
+        return PackedImages(Path(named.name), names, rows, settings)
     path = Path(place)
     if path.is_file():
         return _archived(path, [path], settings)
@@ -105,7 +104,7 @@ def _archived(place: Path, paths: Sequence[Path], settings: DataSettings) -> Fil
     """The images in .tar files of one place."""
     archives = tuple(Archive(path, None, stamp_of(str(path))) for path in paths)
     names, members = images_without_labels(place, archives)
-    return PackedImages.without_labels(place, names, members, settings)
+    return PackedImages(place, names, members, settings)
 
 
 def without_copies(images: FileImages, others: Iterable[Source | None]) -> FileImages:
@@ -139,12 +138,6 @@ class JoinedImages(FileImages):
         self.first = first
         self.second = second
 
-    def _of(self, position: int) -> tuple[FileImages, int]:
-        """The source of an image, and the image's position there."""
-        if position < len(self.first):
-            return self.first, position
-        return self.second, position - len(self.first)
-
     def at(self, size: int, interpolation: str) -> FileImages:
         return JoinedImages(self.first.at(size, interpolation), self.second.at(size, interpolation))
 
@@ -161,17 +154,10 @@ class JoinedImages(FileImages):
         places = np.argsort(np.argsort(~is_first, kind="stable"))
         return images[torch.from_numpy(places)], torch.from_numpy(self.labels[where])
 
-    def path(self, position: int) -> str:
-        source, number = self._of(position)
-        return source.path(number)
-
-    def open(self, position: int) -> BufferedReader | BytesIO:
-        source, number = self._of(position)
-        return source.open(number)
-
-    def stamp(self, position: int) -> tuple[str, int]:
-        source, number = self._of(position)
-        return source.stamp(number)
+    def pixels(self, position: int) -> Tensor:
+        if position < len(self.first):
+            return self.first.pixels(position)
+        return self.second.pixels(position - len(self.first))
 
     @property
     def is_cached(self) -> bool:

@@ -48,7 +48,7 @@ class RandAugmentSettings(Section):
     those of torchvision's RandAugment. With ``geometry: follow`` the operations that move pixels
     are not among them."""
 
-    ops: Positive = 2
+    ops: Annotated[Positive, Field(le=100)] = 2
     """Number of operations applied to each image."""
     magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
     """Strength on torchvision's scale from 0 to 30. timm's scale goes from 0 to 10: its ``m9`` is
@@ -61,7 +61,7 @@ class AugmentSettings(Section):
     ``phase_a.augment`` is true."""
 
     resized_crop: ResizedCropSettings | None = None
-    crop_padding: Count = 0
+    crop_padding: Annotated[Count, Field(le=1024)] = 0
     """Shift the image by up to this many pixels along each axis, and larger images, a teacher's, by
     as much of them; pixels from outside the image are 0."""
     flip: bool = False

@@ -42,8 +42,7 @@ class DataSettings(Section):
     at any depth, a ``.tar`` or a folder of such files, or ``hfds/NAME``. With null those in a
     folder ``unlabelled`` beside ``train``, where there is one (``name: folder``)."""
     train_images: Positive | None = None
-    """Use only this many training images, the same number of each class as far as possible; null
-    takes all."""
+    """Use only this many training images, of each class its share; null takes all."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of the training images held out, class by class, for validation; ``digits`` always
     holds out 20 %, and a data set with validation images of its own, such as a folder ``val``,
@@ -57,7 +56,7 @@ class DataSettings(Section):
     interpolation: bicubic}``. A ViT that is fine-tuned sets what its weights expect. Otherwise
     images are resized ``bilinear``, and mean and standard deviation are those of the training
     images held in memory, or of ImageNet for images in files."""
-    batch_size: Annotated[Positive, Scope.STUDENT] = 128
+    batch_size: Annotated[Positive, Field(le=2**20), Scope.STUDENT] = 128
     """Training images in a step. Where nothing is trained, a batch has four times as many, up to
     512."""
     workers: Annotated[Workers, Scope.ANYTIME] = "auto"
@@ -75,7 +74,7 @@ class DataSettings(Section):
     """Whether image files that are byte for byte a validation or test image are left out of the
     training images; otherwise a line says how many there are. The settings that ``--data`` chooses
     count them unless the validation images are given too."""
-    buckets: Positive | None = None
+    buckets: Annotated[Positive, Field(le=2**16)] | None = None
     """Groups of training images that several processes share (see docs/scale.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""

@@ -127,6 +127,8 @@ def problem(error: ValidationError, section: type[BaseModel]) -> str:
     parts = first["loc"]
     if first["type"] == "extra_forbidden":
         unknown = ".".join(map(str, parts))
+        if "." in str(parts[-1]):
+            return f"unknown setting {unknown!r}: YAML nests settings, as in 'train: {{epochs: 3}}'"
         return f"unknown setting {unknown!r}; {_hint(unknown, section)}"
     # of a setting with several types pydantic adds the type it tried, such as "constrained-int"
     names = [str(part) for part in parts if isinstance(part, int) or part.isidentifier()]

@@ -270,7 +270,7 @@ def _choose_training(choices: Choices, images: int, epochs: int, tokens: int, pa
         if teacher_kind(teacher).trained:  # which take a third of the time
             student_epochs = round(epochs * 2 / 3)
         choices.choose("phase_b.epochs", student_epochs, "of the student")
-    student_epochs = choices.given("phase_b.epochs") or choices.given("train.epochs")
+    student_epochs = choices.given("phase_b.epochs") or choices.given("train.epochs") or epochs
     epochs = student_epochs
     if teacher_kind(teacher).trained:
         teacher_epochs = max(1, student_epochs // 2)

@@ -38,17 +38,17 @@ def settings_for(
     moved to: the digests in the run's split.json tell.
     """
     place = place_of(str(folder))
-    run = RunDirectory(run_dir)
-    if run.config.is_file():
-        line = f"{run_dir}: goes on with the settings with which it began"
-        return _run_settings(run, place, overrides), [line]
     changes = read_overrides(overrides)
-    valid = with_overrides({"phase_a": {"teacher": "local"}}, changes)
-    asked = parse(valid)  # before anything is chosen by it
     given = with_overrides({}, changes)
     for name in ("name", "root"):
         if isinstance(given.get("data"), dict) and name in given["data"]:
             raise UserError(f"data.{name}: --data {folder} says where the images are")
+    run = RunDirectory(run_dir)
+    if run.config.is_file():
+        line = f"{run_dir}: goes on with the settings with which it began"
+        return _run_settings(run, place, changes), [line]
+    valid = with_overrides({"phase_a": {"teacher": "local"}}, changes)
+    asked = parse(valid)  # before anything is chosen by it
     images = DataSettings.model_validate(asked.data.model_dump() | place)
     if asked.data.unlabelled and not plain and Choices(given).given("phase_a.teacher"):
         check_unlabelled(asked)

@@ -16,10 +16,12 @@ from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.load import load_data
+from gaupipe.data.packed import PackedImages
 from gaupipe.data.splits import ImageData
-from gaupipe.settings import Settings
+from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.load import dump
 from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
 from gaupipe.system.progress import EpochMetrics
 from gaupipe.training import loggers
@@ -43,13 +45,30 @@ def read_data(
     images, and for loggers that are not installed."""
     images = data or load_data(settings.data, settings.download, unlabelled)
     if run is not None:
+        check_place(run, settings.data, images)
         images.check_split(run.split)
     loggers.check(settings.log.to)
     sizes = settings.data
-    # a training sees one or the other
-    for count in {len(images.train), len(images.with_unlabelled())}:
+    # a training sees the first, or both
+    for count in {len(images.train), len(images.train) + len(images.unlabelled or ())}:
         check_buckets(count, sizes.num_buckets, sizes.batch_size)
     return images
+
+
+def check_place(run: RunDirectory, settings: DataSettings, images: ImageData) -> None:
+    """Raises UserError for a run in a folder of its images, whose next command would take the run
+    for a class, and its curves for images. Beside a folder ``train`` it may lie."""
+    if settings.name != "folder":
+        return
+    for split in filter(None, (images.train, images.unlabelled)):
+        folder = getattr(split.source, "root", None)
+        if split is images.train and isinstance(split.source, PackedImages):
+            folder = settings.root  # which holds the archives of all splits
+        if folder is not None and run.path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{run.path}: lies among the images in {folder}, and its curves would be taken for "
+                "images: name a folder elsewhere with --run-dir, or put the images into train/"
+            )
 
 
 def starts_afresh(request: StudentRequest) -> bool:
