@@ -369,6 +369,8 @@ def tables(plan: Plan) -> Iterator[Table | str]:
     stages = Table("", *numbers, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     if "seconds" in plan["total"]:
         stages.caption = "time: of training steps and exports, measured here in some steps"
+        if "seconds" not in plan["stages"].get("phase_a", {"seconds": 0}):
+            stages.caption += "; that of the teacher's pass over the images is not counted"
         stages.caption_justify = "left"
     lines: list[tuple[str, Mapping[str, Any]]] = [
         (stage["model"], stage) for stage in plan["stages"].values()

@@ -588,16 +588,32 @@ def test_a_sweep_of_plain_runs_trains_no_teacher(in_process, tmp_path):
         "- {name: no FFN, plain: true, model.attention: belief2, "
         "model.student_args: {mlp_ratio: 0}}\n- {name: diverges, plain: true, "
         "train.optim.lr: 1.0e+30, train.optim.clip_grad: null}\n"
+        # no loss is computed behind its only update
+        "- {name: one step, like: diverges, train.epochs: 1, train.optim.warmup_epochs: 0, "
+        "data.batch_size: 100}\n"
     )
     code, out, err = in_process(*compare(folder, "--sweep", sweep, seeds="0"))
-    assert code == 0 and "compare: 3 of 3 trainings are left, about" in err, err
+    assert code == 0 and "compare: 4 of 4 trainings are left, about" in err, err
     text = (folder / "report-plain.md").read_text()
     assert not (folder / "teachers").exists() and "| phase A |" not in text
     rows = rows_of(folder, "plain")
-    assert list(rows) == [BASELINE, "no FFN", "diverges"]
+    assert list(rows) == [BASELINE, "no FFN", "diverges", "one step"]
+    assert "one step, seed 0: the validation loss is not finite after epoch 1" in err
     sizes = {name: row["final"]["parameters"]["mean"] for name, row in rows.items()}
     assert sizes["no FFN"] < sizes[BASELINE] and sizes["diverges"] is None
     assert rows["diverges"]["failed"] and "failed" in out
+
+
+def test_a_row_that_is_asked_for_is_told_with_those_that_have_finished(in_process, tmp_path):
+    folder, sweep = tmp_path / "c", tmp_path / "plain.yaml"
+    names = {"a": 1, "[b]|c": 3}
+    lines = [f"- {{name: '{name}', plain: true, train.epochs: {n}}}" for name, n in names.items()]
+    sweep.write_text("\n".join(lines))
+    for count, row in enumerate(names, 1):
+        code, out, err = in_process(*compare(folder, "--sweep", sweep, "--row", row, seeds="0"))
+        assert code == 0 and f"{row}, seed 0: " in err, err
+        assert [*rows_of(folder, "plain")] == [BASELINE, *names][: 1 + count]
+    assert "| [b]\\|c |" in (folder / "report-plain.md").read_text() and "[b]|c" in out
 
 
 def test_finished_rows_are_not_run_again(compared, in_process):
@@ -611,12 +627,12 @@ def test_finished_rows_are_not_run_again(compared, in_process):
     code, out, err = in_process(*again)
     assert code == 0 and "seed" not in err and "are left" not in err
     assert written() == before
-    other = shutil.copy(sweep, folder.parent / "few.yaml")  # leaves the other tests their tables
+    results = (folder / "mine.json").read_text()
     selected = ["--row", "plain longer", "--row", "maps of other images"]
-    code, out, err = in_process(*compare(folder, "--sweep", other, *selected, "--json"))
+    code, out, err = in_process(*compare(folder, "--sweep", sweep, *selected, "--json"))
     assert code == 0 and "seed" not in err
-    names = [row["row"] for row in json.loads(out)["rows"]]
-    assert names == [BASELINE, "maps of other images", "plain longer"]
+    # with all others that have finished, whose number Holm's correction counts
+    assert json.loads(out) == json.loads(results)
     teachers, students = 4, 12
     assert len(before) == teachers + students
 

@@ -261,10 +261,12 @@ def test_steps_with_maps_with_fewer_patches_and_with_all_are_measured_apart(monk
         drop_patches(student, share)
 
     monkeypatch.setattr(timing, "seconds_per_image", measured)
+    monkeypatch.setattr(timing, "mean_seconds", lambda update: 5.0)
     monkeypatch.setattr(timing, "drop_patches", drop)
     gammas = [1, 1, 0, 0, 0, 0]
     train = settings.student_training
-    assert timing.student_seconds(settings, data, train, 10, gammas) == 60
+    # six epochs of 200 images in 7 batches
+    assert timing.student_seconds(settings, data, train, 200, gammas) == 6 * (200 + 7 * 5)
     assert dropped == [0, 0.5, 0]
 
 

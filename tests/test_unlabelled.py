@@ -335,7 +335,6 @@ def test_training_images_keep_their_ids_and_the_others_follow(mine, tmp_path, mo
     monkeypatch.setenv("GAUPIPE_CACHE", str(tmp_path / "cache"))  # other tests' is not empty
     data = load(mine)
     both = data.with_unlabelled()
-    count = len(data.train)
     assert both.labels.tolist() == [*data.train.labels, *[UNLABELLED] * 7]
     assert both.names() == [*data.train.names(), *data.unlabelled.names()]
     expected = torch.cat([pixels(data.train), pixels(data.unlabelled)])

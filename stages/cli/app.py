@@ -37,8 +37,14 @@ app = typer.Typer(
 
 
 def command(panel: str, name: str | None = None) -> Callable[[Any], Any]:
-    """A command of the group ``panel`` of the program's help."""
-    return app.command(name, cls=untyped(TyperCommand), rich_help_panel=panel)
+    """A command of the group ``panel`` of the program's help, called ``name``, else as its function
+    is."""
+
+    def add(function: Any) -> Any:
+        called = name or function.__name__
+        return app.command(called, cls=untyped(TyperCommand), rich_help_panel=panel)(function)
+
+    return add
 
 
 @app.callback(invoke_without_command=True)

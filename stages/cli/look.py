@@ -172,6 +172,8 @@ def inspect(
     """
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
+    if run_dir is not None and maps is not None:
+        raise UserError(f"--run-dir {run_dir}: leave it out with a STORE")
     run_dir = find_run(run_dir) if maps is None else run_dir
     if maps is None and student is None and run_dir is not None:
         maps = RunDirectory(run_dir).stored()
@@ -255,6 +257,8 @@ def view(
     check_model(model)
     if html is not None:
         check_file("--html", html, ".html", ".htm")
+        if port is not None:
+            raise UserError(f"--port {port}: leave it out with --html, which starts no server")
     with begins(f"view: {model or maps or run_dir}"):
         from stages import view as stage
 

@@ -182,7 +182,9 @@ def verify(
     run_dir: Annotated[
         Path | None, option("--run-dir FOLDER", "The teacher's run.", "that of the store")
     ] = None,
-    sample: Annotated[int, option("--sample N", "Images for the teacher.", min=1)] = 256,
+    sample: Annotated[
+        int | None, option("--sample N", "Images for the teacher.", "256", min=1)
+    ] = None,
 ) -> None:
     """Check that every chunk of a store is present and intact.
 
@@ -192,6 +194,9 @@ def verify(
     """
     if maps is not None:
         urls = [maps]
+        for name, value in {"--run-dir": run_dir, "--sample": sample}.items():
+            if value is not None and not teacher:
+                raise UserError(f"{name} {value}: is for --teacher")
     else:
         run_dir = find_run(run_dir)
         urls = [RunDirectory(run_dir).stored()]
@@ -209,7 +214,7 @@ def verify(
     for url in urls:
         problems: Sequence[object] = stage.find_problems(url)
         if teacher and not problems:
-            problems = stage.against_teacher(url, run_dir, sample)
+            problems = stage.against_teacher(url, run_dir, sample or 256)
         for problem in problems:
             print(problem)
         if problems:
@@ -267,6 +272,7 @@ def plan(
             raise UserError(f"--model {model}: give --data FOLDER or --images N with it")
         others: dict[str, Any] = {"CONFIG": config, "--run-dir": run_dir, "--classes": classes}
         others |= {"--world-size": world_size > 1, "--train": plain, "--teacher": teacher}
+        others |= {"--unlabelled": unlabelled}
         if images is not None:  # no training, and no weights
             others |= {"--set": overrides, "--download": download}
         refuse_with_model(model, others)

@@ -18,7 +18,7 @@ def print_rich(*renderables: Any) -> None:
     from rich.text import Text
 
     for renderable in renderables:
-        Console().print(renderable, soft_wrap=isinstance(renderable, Text))
+        Console(markup=False, emoji=False).print(renderable, soft_wrap=isinstance(renderable, Text))
 
 
 def show(values: Mapping[str, Any], as_json: bool, tables: Iterable[Any]) -> None:

@@ -88,7 +88,7 @@ def how_far(stopped: Stopped, in_a_world: bool) -> str:
 
 def name_of_command() -> str:
     """The command of this process: the first argument that is one, after the program's options."""
-    names = {command.name for command in app.registered_commands} | {*CONTINUE}
+    names = {command.name for command in app.registered_commands}
     return next((argument for argument in sys.argv[1:] if argument in names), "")
 
 

@@ -60,7 +60,8 @@ def compare(
     students   attentions of the students
     seeds      every row is run with each
     sweep      a file of further rows, or the name of a shipped one
-    only       names of the rows to run, with the plain ViT; none are all rows
+    only       names of the rows to run, with the plain ViT; none are all rows. Other rows are in
+               the results if they have finished
     jobs       trainings at once
     test       also score the finished trainings on the test split
     imports    files with attentions of the user's own, which each process imports
@@ -73,15 +74,19 @@ def compare(
     if sweep is not None:
         name = Path(sweep).stem
         rows = sweep_rows(read_yaml(sweep, "sweeps"), sweep, rows)
-    if only:
-        rows = select_rows(rows, only)
-
+    asked = select_rows(rows, only) if only else rows
     loggers.check(settings.log.to)
     read = reader(settings.download, unlabelled=not all(row.plain for row in rows))
-    trainings = plan(rows, settings, seeds, run_dir, read, test, imports)
+    planned = plan(rows, settings, seeds, run_dir, read, test, imports)
     check_folder(run_dir)
 
     with locked(run_dir, "comparison"):
+        # all that have finished are told together: Holm's correction is for all of them
+        trainings = [
+            row
+            for row in planned
+            if row[0].row in asked or all(training.read() for training in row)
+        ]
         every = {training.folder: training for training in chain(*trainings)}.values()
         left = sum(training.read() is None for training in every)
         if left:

@@ -189,7 +189,8 @@ def _table(
     told = [
         column for column in zip(*filled, strict=True) if any(cell != "-" for cell in column[1:])
     ]
-    head, *rows = (f"| {' | '.join(cells)} |" for cells in zip(*told, strict=True))
+    escaped = ([cell.replace("|", r"\|") for cell in cells] for cells in zip(*told, strict=True))
+    head, *rows = (f"| {' | '.join(cells)} |" for cells in escaped)
     rule = "|---" + "|---:" * (len(told) - 1) + "|"
     written = [f"## {title}", "", head, rule, *rows, ""]
     if caption:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -61,7 +61,7 @@ def train(
     unfinished = [by_folder[folder] for folder, training in finished.items() if training is None]
     failures: dict[Path, str] = {}
 
-    console = Console(file=sys.stderr, highlight=False)
+    console = Console(file=sys.stderr, highlight=False, markup=False)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     with _pool(jobs, imports) as results, bar:
         for what, job in ("teachers", _teach), ("students", _train):
@@ -132,8 +132,8 @@ def _start_worker(jobs: int, imports: Sequence[Path]) -> None:
     and ends when that process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show_messages()  # into the logs of trainings
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     machine.jobs = jobs
+    torch.set_num_threads(max(1, machine.share_of_cores()))
     threading.Thread(target=end_with_parent, daemon=True).start()
     for file in imports:  # attentions of the user's own, which this process does not know yet
         import_file(file)
@@ -192,6 +192,8 @@ def _train(group: list[RowTraining]) -> str:
         url = training.maps_url
         request = StudentRequest(settings, folder, teacher_run=teacher_run, maps_url=url)
         metrics = phase_b.run_request(request)
+        if not math.isfinite(metrics[-1]["val_loss"]):  # no step follows the last update
+            raise UserError(f"the validation loss is not finite after epoch {len(metrics)}")
         if training.test_sha256 is not None:
             test = {"test_sha256": training.test_sha256, **score_test_split(training)}
         finished = FinishedTraining(

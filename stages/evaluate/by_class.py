@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
-from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
@@ -94,7 +93,7 @@ def tables(scores: ByClass) -> Iterator[Table | Text | str]:
         names = ", ".join(unseen[:5])
         if len(unseen) > 5:
             names += f" and {len(unseen) - 5:,} more classes"
-        yield escape(f"no images of {names}")
+        yield f"no images of {names}"
     if scores["mistakes"]:
         yield ""
         yield from map(Text, mistake_lines(scores["mistakes"]))
@@ -111,9 +110,7 @@ def class_table(scores: ByClass) -> Table:
         counts = zip(row, names, strict=True)
         most, other = max((count, name) for count, name in counts if name != entry["class"])
         taken = f"{other} ({most:,})" if most else ""
-        shown.add_row(
-            escape(entry["class"]), f"{entry['images']:,}", f"{entry['top1']:.4f}", escape(taken)
-        )
+        shown.add_row(entry["class"], f"{entry['images']:,}", f"{entry['top1']:.4f}", taken)
     return shown
 
 

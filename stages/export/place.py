@@ -82,10 +82,12 @@ class Place:
         if self.force or folder is None:
             return
         shared = sum(array.nbytes for array in (decoder(teacher, schema.kind) or {}).values())
-        remedy = f"choose another --out or --kind, or fewer {teacher.fewer_images}"
+        anyway = "or export-maps --force"
+        remedy = f"choose another --out or --kind, fewer {teacher.fewer_images}, {anyway}"
         parts = 1 if self.part is None else self.part[1]  # each writes its share
         check_disk("export", schema.total_bytes // parts + shared, folder, remedy)
-        check_memory("export", export_memory(teacher, schema, self.shard_mb), teacher.lighter)
+        needed = export_memory(teacher, schema, self.shard_mb)
+        check_memory("export", needed, f"{teacher.lighter}, {anyway}")
 
     def choose(self, teacher: Teacher, options: dict[str, Any]) -> ExportSettings:
         """The kind of the store and its encoding, k and views."""

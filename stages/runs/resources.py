@@ -209,8 +209,8 @@ def check_resources(plan: PhaseAPlan, run_dir: Path) -> None:
     """Raises UserError, in one line, if the disk or the memory cannot hold phase A. What the run
     has written already counts as free."""
     written = run_dir / "phase_a"
-    check_disk("phase A", plan.disk_bytes, written, SMALLER)
-    check_memory("phase A", plan.memory_bytes)
+    check_disk("phase A", plan.disk_bytes, written, f"{SMALLER}, or phase-a --force")
+    check_memory("phase A", plan.memory_bytes, f"{LIGHTER}, or phase-a --force")
 
 
 def check_disk(job: str, needed: int, written: Path, remedy: str) -> None:
@@ -221,11 +221,11 @@ def check_disk(job: str, needed: int, written: Path, remedy: str) -> None:
     if needed > free:
         raise UserError(
             f"{folder}: {job} needs {gigabytes(needed)} of disk, {gigabytes(free)} are free: "
-            f"{remedy}, or --force"
+            f"{remedy}"
         )
 
 
-def check_memory(job: str, needed: int, remedy: str = LIGHTER) -> None:
+def check_memory(job: str, needed: int, remedy: str) -> None:
     """Raises UserError, which says a ``remedy``, if the memory of this machine cannot hold the
     ``needed`` bytes of each of its processes, what they hold already included."""
     available = available_memory()
@@ -233,7 +233,7 @@ def check_memory(job: str, needed: int, remedy: str = LIGHTER) -> None:
     if available is not None and needed > available:
         raise UserError(
             f"{job} needs {gigabytes(needed)} of memory, {gigabytes(available)} are available: "
-            f"{remedy}, or --force"
+            f"{remedy}"
         )
 
 

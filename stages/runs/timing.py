@@ -36,12 +36,17 @@ def seconds_per_image(step: Callable[[int], object], images: int) -> float:
     began = time.perf_counter()
     step(2)
     images = max(2, min(images, int(2 * MEASURED / (time.perf_counter() - began))))
-    steps = 0
+    return mean_seconds(partial(step, images)) / images
+
+
+def mean_seconds(call: Callable[[], object]) -> float:
+    """Seconds of a ``call``, the mean of as many as are measured."""
+    calls = 0
     began = time.perf_counter()
-    while steps == 0 or time.perf_counter() - began < MEASURED:
-        step(images)
-        steps += 1
-    return (time.perf_counter() - began) / (steps * images)
+    while calls == 0 or time.perf_counter() - began < MEASURED:
+        call()
+        calls += 1
+    return (time.perf_counter() - began) / calls
 
 
 def student_seconds(
@@ -73,6 +78,7 @@ def student_seconds(
         with_loss = FeatureLoss(student, phase.temperature, phase.divergence)
 
     def step(count: int, with_maps: bool) -> None:
+        optimizer.zero_grad()
         pixels = torch.randn(count, data.channels, data.image_size, data.image_size, device=device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             if with_maps:
@@ -81,15 +87,20 @@ def student_seconds(
             else:
                 loss = student(pixels).sum()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
         loss.item()  # waits for a GPU
+
+    def update() -> None:
+        optimizer.step()
+        next(student.parameters()).sum().item()
 
     seconds = 0.0
     for (with_maps, dropped), count in epochs.items():
         drop_patches(student, dropped)
         seconds += count * images * seconds_per_image(partial(step, with_maps=with_maps), batch)
-    return seconds
+    # apart, because an update takes as long after a few images as after a whole batch
+    update()
+    updates = epochs.total() * math.ceil(images / (batch * train.optim.accumulate))
+    return seconds + updates * mean_seconds(update)
 
 
 def teacher_seconds(teacher: Teacher, images: int, views: int) -> tuple[float, float]:
