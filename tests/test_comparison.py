@@ -49,10 +49,17 @@ from stages.compare.measures import (
     smoothed,
     spread,
 )
-from stages.compare.report import Comparison, RowResult, final_values, over_controls, report
+from stages.compare.report import (
+    Comparison,
+    Final,
+    RowResult,
+    final_values,
+    over_controls,
+    report,
+)
 from stages.compare.rows import BASELINE, DISTILLED, Row, default_rows, resolve, sweep_rows
 from stages.compare.run import check_folder, plan, reader
-from stages.compare.tables import _epochs
+from stages.compare.tables import _epochs, tables
 from stages.compare.trainings import FinishedTraining, as_teacher, digest
 from stages.runs.directory import RunDirectory
 from stages.runs.locks import locked
@@ -195,6 +202,86 @@ def test_a_difference_has_the_larger_error_of_seeds_and_images():
     by_seed = [0.1, 0.8, 0.3]
     assert difference(by_seed, gains_of_images([*mine], [*other])).p == difference(by_seed).p
     assert gains_of_images([*mine], [None, *other[1:]]) is None
+
+
+def test_every_number_stands_in_its_column():
+    def row(name: str, **more) -> RowResult:
+        values = dict(
+            val_acc=Spread(0.701, 0.011),
+            val_loss=Spread(1.25),
+            test_acc=Spread(0.682, 0.012),
+            epochs=Spread(12),
+            phase_a_epochs=Spread(3.5),
+            parameters=Spread(163_410),
+            multiply_adds=Spread(4.2e12),
+            processor_seconds=Spread(512),
+        )
+        passages = measures.Passages(
+            1.0,
+            reached=2,
+            epochs=Spread(7.5, 0.7),
+            epochs_with_phase_a=Spread(11),
+            core_seconds=Spread(345),
+            core_seconds_shared=Spread(234),
+            speedup=Spread(1.09),
+            saved_by_seed=[1, 2],
+        )
+        return RowResult(
+            name, name == BASELINE, "standard", {}, [], Final(**values), [passages], [], **more
+        )
+
+    def verdict(mean: float) -> measures.Verdict:
+        return measures.Verdict(
+            mean, mean - 0.01, mean + 0.01, p=0.02, holm=0.04, verdict="confirmed"
+        )
+
+    student = row(
+        DISTILLED,
+        difference=verdict(0.05),
+        test_difference=verdict(0.06),
+        above_front=verdict(0.07),
+    )
+    results = Comparison(
+        "digits", [0, 1], BASELINE, [row(BASELINE), student], {"control": verdict(0.08)}
+    )
+    shown: dict[str, str] = {}
+    for table in "\n".join(tables(results)).split("## ")[1:]:
+        title, _, *lines = table.splitlines()
+        cells = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line
+        ]
+        title = title.split(",")[0]
+        shown |= {
+            f"{title}: {name}": cell for name, cell in zip(cells[0][1:], cells[-1][1:], strict=True)
+        }
+    differences_of = {
+        f"Accuracy minus that of the {BASELINE}": "+5.00; +4.00 to +6.00",
+        f"Test accuracy minus that of the {BASELINE}": "+6.00; +5.00 to +7.00",
+        "Accuracy of the student minus that of its controls": "+8.00; +7.00 to +9.00",
+    }
+    expected = {
+        "Accuracy over cost: 10^12 m-adds": "4.2",
+        "Accuracy over cost: core s": "512",
+        "Accuracy over cost: accuracy": "70.10 ±1.10",
+        "Accuracy over cost: above": "+7.00",
+        "Accuracy over cost: 95 % interval": "+6.00 to +8.00",
+        "Epochs until the mean of the last five accuracies reaches a goal: to 100 %": "7.5 ±0.7",
+        "Epochs until the mean of the last five accuracies reaches a goal: with A": "11.0",
+        "Epochs until the mean of the last five accuracies reaches a goal: speed-up": "1.09",
+        "Epochs until the mean of the last five accuracies reaches a goal: core s": "345",
+        "Epochs until the mean of the last five accuracies reaches a goal: shared": "234",
+        "At the end: parameters": "163,410",
+        "At the end: epochs": "12",
+        "At the end: phase A": "3.5",
+        "At the end: test acc.": "68.20 ±1.20",
+        "At the end: validation loss": "1.250",
+    }
+    for title, numbers in differences_of.items():
+        points, interval = numbers.split("; ")
+        columns = {"points": points, "95 % interval": interval, "p": "0.020", "Holm's p": "0.040"}
+        expected |= {f"{title}: {name}": cell for name, cell in columns.items()}
+        expected[f"{title}: "] = "confirmed"
+    assert shown == expected
 
 
 def test_holms_correction_is_within_the_table_and_carries_the_words():
@@ -521,14 +608,11 @@ def test_a_tiny_comparison(compared):
         assert f"| {name} |" in text
     tested = [table for table in text.split("\n## ") if "| Holm's p |" in table]
     assert tested and all("confirmed: Holm's p" in table for table in tested)
-    goals = [run["val_acc"][-1] for run in rows[BASELINE]["runs"]]
     losses = {}
     for name, row in rows.items():
         runs, last = row["runs"], row["at"][-1]
         assert [run["seed"] for run in runs] == [0, 1] and last["share"] == 1
         assert {len(run["val_acc"]) for run in runs} == {3 if name == "plain longer" else 2}
-        reached = [epochs_to(run["val_acc"], goal) for run, goal in zip(runs, goals, strict=True)]
-        assert last["reached"] == sum(epochs is not None for epochs in reached)
         weights = load_file(folder / runs[0]["folder"] / "student" / "model.safetensors")
         parameters = sum(array.size for array in weights.values())
         assert row["final"]["parameters"]["mean"] == parameters

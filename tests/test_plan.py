@@ -270,6 +270,23 @@ def test_steps_with_maps_with_fewer_patches_and_with_all_are_measured_apart(monk
     assert dropped == [0, 0.5, 0]
 
 
+def test_the_seconds_of_a_run_are_those_of_its_stages(monkeypatch):
+    """An image of a step takes a second, and an update nothing."""
+    monkeypatch.setattr(timing, "seconds_per_image", lambda step, images: 1.0)
+    monkeypatch.setattr(timing, "mean_seconds", lambda update: 0.0)
+    changes = ["phase_a.max_epochs=5", "train.epochs=7", "phase_b.epochs=3", "device=cpu"]
+    settings = load("digits_expected", changes)
+    data = load_data(settings.data)
+    stages = dict.fromkeys(["phase_a", "export", "export_unlabelled", "phase_b", "plain"])
+    assert plan.seconds_of(settings, data, 60, 30, stages) == {
+        "phase_a": 5 * 60,
+        "export": 60 / 3,  # a forward pass
+        "export_unlabelled": 30 / 3,
+        "phase_b": 3 * (60 + 30),
+        "plain": 7 * 60,
+    }
+
+
 def test_seconds_are_those_of_steps_without_the_first(monkeypatch):
     """A step of 10 ms for each image, and a first one that takes longer."""
     clock = [0.0]
