@@ -122,6 +122,7 @@ class Layout:
         ``manifest`` is None in a store that is just being created."""
         if data is None:
             raise no_store(url)
+        foreign = f"{url}: not a store of attention maps (attribute format is not {FORMAT!r})"
         broken = damaged(url, f"{ROOT} is damaged or was edited")
         try:
             root = json.loads(data)
@@ -130,14 +131,13 @@ class Layout:
             complete = group_file({**attributes, "complete": True}, nodes)
             whole = group_file(attributes, nodes) == data
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            if manifest is None:  # which every store has soon after its root
+                raise StoreError(foreign) from None
             raise broken from None
         if manifest is not None and not (whole and sha256(complete) == manifest.metadata.get(ROOT)):
             raise broken
         if attributes.get("format") != FORMAT:
-            raise StoreError(
-                f"{url}: a zarr group, but not a store of attention maps "
-                f"(attribute format is not {FORMAT!r})"
-            )
+            raise StoreError(foreign)
         version = attributes.get("format_version")
         if version != FORMAT_VERSION:
             raise OtherVersion(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from store.errors import DamagedStore, StoreError
+from store.errors import DamagedStore, StoreError, damaged
 from store.files import Files
 from store.layout import ROOT, SHARD_BYTES, Layout, open_layout, plan
 from store.manifest import (
@@ -57,7 +57,7 @@ def verify(
     """
     files = Files(url)
     if files.read(ROOT) is None and files.read(MANIFEST) is not None:
-        return [Problem(f"{files.url}: {ROOT} is missing")]
+        return [Problem(str(damaged(files.url, f"{ROOT} is missing")))]
     try:
         layout, manifest = open_layout(files)
         shards = finished_shards(files)
@@ -127,14 +127,14 @@ def repair(
     """
     files = Files(url)
     root = files.read(ROOT)
-    if root is None and not files.list("manifest/"):
+    stored = None
+    with contextlib.suppress(DamagedStore):
+        stored = read_manifest(files)
+    if root is None and stored is None:
         raise StoreError(
             f"{files.url}: no attention-map store there to repair; "
             "export one with gaupipe export-maps"
         )
-    stored = None
-    with contextlib.suppress(DamagedStore):
-        stored = read_manifest(files)
     per_shard = None
     with contextlib.suppress(DamagedStore):
         if root is not None:
@@ -148,7 +148,8 @@ def repair(
     if stored is not None and stored.metadata.get(ROOT) == manifest.metadata[ROOT]:
         shards = finished_shards(files)
     else:  # the files of another store, or of shards of another size, may have the same names
-        files.delete_all(files.list(FINISHED))
+        for begins in (FINISHED, *(f"{name}/c/" for name in layout.names)):
+            files.delete_all(files.list(begins))
     # before the root: a killed repair must not leave a manifest of another store with it
     files.write(MANIFEST, dataclasses.replace(manifest, shards=shards).to_file())
     files.write(ROOT, layout.root_file())

@@ -623,9 +623,10 @@ PLACES = {
 
 FILES = [
     *(
-        Row("export-student --format pt2 --out new.pt2", "--out new.pt2", make("new.pt2", place))
+        Row("export-student --out new.pt2", "--out new.pt2", make("new.pt2", place))
         for place in PLACES.values()
     ),
+    Row("export-student --out new.bin", "--out new.bin .onnx .pt2"),
     Row("run bad.yaml", "bad.yaml", make("bad.yaml", os.mkfifo)),
     Row("run bad.yaml", "bad.yaml", make("bad.yaml", link("bad.yaml"))),
     Row("run /dev/zero", "/dev/zero"),

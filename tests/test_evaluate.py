@@ -262,7 +262,7 @@ def test_tables_of_many_classes_fit_a_terminal_and_no_path_is_broken(monkeypatch
 
 
 def export(run: Path, out: Path, in_process) -> tuple[int, str, str]:
-    return in_process("export-student", "--run-dir", run, "--format", "pt2", "--out", out)
+    return in_process("export-student", "--run-dir", run, "--out", out)
 
 
 def test_the_line_that_runs_an_exported_student_can_be_pasted(run, tmp_path, in_process, capfd):
@@ -281,17 +281,18 @@ def test_an_exported_student_replaces_a_file_through_a_link(run, tmp_path, in_pr
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "student.pt2").write_text("old")
-    (folder / "link").symlink_to("student.pt2")
-    assert export(run, folder / "link", in_process)[0] == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["link", "student.pt2"]
-    assert (folder / "link").is_symlink() and (folder / "student.pt2").stat().st_size > 1000
+    link = folder / "link.pt2"
+    link.symlink_to("student.pt2")
+    assert export(run, link, in_process)[0] == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["link.pt2", "student.pt2"]
+    assert link.is_symlink() and (folder / "student.pt2").stat().st_size > 1000
 
 
 def test_an_export_that_the_disk_cannot_hold_leaves_the_file_that_is_there(
     run, tmp_path, in_process
 ):
     """torch aborts the process where it cannot write a program."""
-    out = tmp_path / "student"
+    out = tmp_path / "student.pt2"
     out.write_text("old")
     before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))  # bytes of a file

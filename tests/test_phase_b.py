@@ -170,9 +170,9 @@ def test_programs_of_torch_export_are_the_students_without_gaupipe(run_dir, tmp_
     for key in STUDENTS:
         phase_b.run(run_dir, key, resume=True)
         path, difference, _ = export_student.export_student(
-            run_dir, key, format="pt2", out=tmp_path / key
+            run_dir, key, out=tmp_path / f"{key}.pt2"
         )
-        assert path == tmp_path / key and difference < 1e-4
+        assert path == tmp_path / f"{key}.pt2" and difference < 1e-4
     images = [torch.randn(count, 1, 8, 8) for count in (1, 7)]
     torch.save(images, tmp_path / "images")
     code = f"""

@@ -268,6 +268,8 @@ def test_mistakes_give_one_line(tmp_path):
     refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="prior")))
     zarr.create_group(tmp_path / "foreign")
     refused("not a store of attention maps", lambda: store.open(tmp_path / "foreign"))
+    (tmp_path / "foreign/zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    refused("not a store of attention maps", lambda: store.open(tmp_path / "foreign"))
     (url / "zarr.json").unlink()
     os.mkfifo(url / "zarr.json")
     refused("zarr.json: is no regular file", lambda: store.open(url))

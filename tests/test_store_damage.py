@@ -156,3 +156,11 @@ def test_repair_without_a_readable_manifest_writes_everything(gaussian):
     write_pending(writer, arrays)
     assert store.verify(url) == []
     assert differing(contents(url), before) == []
+
+    # in shards of another size none of the old ones is left
+    (url / "manifest" / "zarr.json").write_bytes(b"{")
+    writer = store.repair(url, schema)
+    assert len(writer.pending()) == 1
+    write_pending(writer, arrays)
+    assert store.verify(url) == []
+    assert not files_of(url / "gaussians" / "c" / "1")

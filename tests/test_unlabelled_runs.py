@@ -29,7 +29,7 @@ from runs import metrics, run_main
 from stages import phase_b
 from stages.look.image_maps import images_of
 from stages.runs.directory import RunDirectory
-from stages.runs.trained import load_teacher
+from stages.runs.trained import load_student, load_teacher, open_maps
 from stores import edit_root
 from worlds import command
 
@@ -438,6 +438,18 @@ def test_the_images_of_their_store_are_found(run):
     data, _, (labelled, others) = opened(run)
     assert images_of(others).train.names() == data.unlabelled.names()
     assert images_of(labelled).train.names() == data.train.names()
+
+
+def test_a_student_stands_beside_the_maps_of_images_without_labels(finished, tmp_path, in_process):
+    teacher = sets("phase_a.teacher=vit", "phase_b.gamma=0.3")
+    command = ["run", "--no-baseline", "--data", finished / "mine", *SMALL, *teacher]
+    code, _, err = in_process(*command, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    student = load_student(tmp_path / "run", "standard", False)
+    for name in ("maps.zarr", "unlabelled.zarr"):
+        maps = store.open(tmp_path / "run" / name)
+        found = open_maps(student, images_of(maps))
+        assert found is not None and found.url == maps.url
 
 
 def test_the_second_store_is_exported_as_the_first(run, in_process):

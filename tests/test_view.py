@@ -245,6 +245,9 @@ def test_a_page_of_no_named_image_shows_the_first(small_run, in_process, tmp_pat
     assert in_process("view", "--run-dir", small_run, "--html", pages[0])[0] == 0
     assert in_process("view", "--run-dir", small_run, "--html", pages[1], "--image", 0)[0] == 0
     assert pages[0].read_text() == pages[1].read_text()
+    page = ("--html", tmp_path / "val.html")  # of which a student alone has maps
+    code, _, err = in_process("view", "--run-dir", small_run, *page, "--split", "val")
+    assert code == 0, err
 
 
 @pytest.mark.parametrize("command", [("view", "--html", "o.html"), ("inspect", "--png", "o.png")])

@@ -491,7 +491,8 @@ def test_a_notebook_refuses_what_is_no_model_of_timm():
 
 def test_a_notebook_shows_the_page(browser, folder, tmp_path):
     model = randomised(timm.create_model("vit_tiny_patch16_224", **SIZES)).train()
-    images = [folder / "photos" / "wide.png", ramps(80, 50), np.asarray(ramps(40, 40))]
+    images = [folder / "photos" / "wide.png", ramps(80, 50).convert("CMYK")]
+    images.append(np.asarray(ramps(40, 40)))
     shown = gaupipe.show(model, images, height=700)
     assert model.training and all(part.requires_grad for part in model.parameters())
     (tmp_path / "notebook.html").write_text(f"<!doctype html><p>Out[1]</p>{shown._repr_html_()}")
@@ -503,7 +504,7 @@ def test_a_notebook_shows_the_page(browser, folder, tmp_path):
         frame.locator(".thumb").count() == 3 and frame.locator("#title").inner_text() == "wide.png"
     )
     frame.locator(".thumb").nth(1).click()
-    frame.locator("h2:has-text('image 1.png')").wait_for()
+    frame.locator("h2:has-text('image 1.tiff')").wait_for()
     frame.locator(".cell").first.click()
     assert "block 0, head 0" in frame.locator("#facts").inner_text()
     assert page.complaints == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from gaupipe.system.files import check_file, check_new_folder
 from stages.begin import begins, say
@@ -16,13 +16,13 @@ from stages.request import find_run
 def export_student(
     run_dir: RunDir = None,
     student: StudentName = None,
-    format: Annotated[
-        Literal["onnx", "pt2"],
-        option("--format FORMAT", "onnx, or pt2, the program that torch.export makes."),
-    ] = "onnx",
     out: Annotated[
         Path | None,
-        option("--out FILE", "Where the model goes.", "student.FORMAT beside the student"),
+        option(
+            "--out FILE",
+            "Where the model goes: FILE.onnx or, as the program that torch.export makes, FILE.pt2.",
+            "student.onnx beside the student",
+        ),
     ] = None,
     plain: Plain = False,
 ) -> None:
@@ -35,13 +35,11 @@ def export_student(
     """
     run_dir = find_run(run_dir)
     if out is not None:
-        check_file("--out", out)
-    with begins(f"export: {student or 'the student trained last'} of {run_dir}, as {format}"):
+        check_file("--out", out, ".onnx", ".pt2")
+    with begins(f"export: {student or 'the student trained last'} of {run_dir}"):
         from stages.publish import export_student as stage
 
-    path, difference, use = stage.export_student(
-        run_dir, student, format=format, out=out, plain=plain
-    )
+    path, difference, use = stage.export_student(run_dir, student, out=out, plain=plain)
     say(f"its logits agree with the student's to {difference:.1e}")
     say("to run it:", ["python", "-c", use])
     print(path)

@@ -72,7 +72,8 @@ class Place:
                 )
         if self.url == "":
             raise UserError("--out '': should be the path or URL of a store")
-        store.check_place(self.url)
+        if not self.repair:  # which says itself where there is nothing to repair
+            store.check_place(self.url)
         if not 0 < self.shard_mb <= MOST_SHARD_MB:
             raise UserError(f"--shard-mb {self.shard_mb:g}: should be at most {MOST_SHARD_MB}")
 

@@ -61,6 +61,7 @@ class ImageMaps:
                 the keys that the student's attention hides; None for a block without one
     no_teacher  why a student's maps have none
     by          whose maps these are
+    file        the name of its file; None where there is none
     """
 
     grid: tuple[int, int]
@@ -73,6 +74,7 @@ class ImageMaps:
     teacher: Sequence[Tensor | None] = ()
     no_teacher: str | None = None
     by: str = "teacher"
+    file: str | None = None
 
     def prediction(self, most: int = 1) -> Prediction:
         """The predicted class, and the ``most`` likely ones."""
@@ -125,6 +127,8 @@ class StoredMaps:
             seen.logits = torch.from_numpy(stored["logits"][0]).float()
         if self.labelled:
             seen.label = int(stored["labels"][0])
+        if "names" in stored:
+            seen.file = store.unpack_names(stored["names"])[0]
         if self.notes.files is not None:  # which a trained ViT was given
             seen.by = str(self.notes.teacher)
         return seen

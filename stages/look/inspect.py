@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from rich.text import Text
 from torch import Tensor
 
 import store
-from gaupipe.data.images import FileImages
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import check_file, utf8
+from gaupipe.system.files import check_file
 from gaupipe.teachers.notes import StoreNotes
 from stages.look import picture
 from stages.look.colours import colours
@@ -164,9 +162,6 @@ def attention(
         patch = shown.query if isinstance(shown.query, int) else None
         taken = photo(maps.data, image, maps.views, view)
         picture.draw(np.array(shown.map), patch, taken, target)
-    with contextlib.suppress(UserError, OSError):  # the map needs no images
-        if isinstance(maps.data.train.source, FileImages):
-            shown = replace(shown, file=utf8(maps.data.train.path(image)))
     return shown
 
 
@@ -197,7 +192,7 @@ def chosen_map(
     prediction = seen.prediction()
     return ImageMap(
         image=image,
-        file=None,
+        file=seen.file,
         label=seen.label,
         predicted=prediction.predicted,
         probability=prediction.probability,

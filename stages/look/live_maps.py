@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from gaupipe.data.batches import Batch, Batches
-from gaupipe.data.images import UNLABELLED
+from gaupipe.data.images import UNLABELLED, FileImages
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import MapReader, constant_maps
 from gaupipe.distillation.losses import ConstantMaps, without_keys
 from gaupipe.maps.views import without_prefix
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import utf8
 from gaupipe.teachers.base import outline
 from gaupipe.teachers.notes import Drawing, StoreNotes
 from gaupipe.vit.attention_maps import use_fused_attention
@@ -88,6 +89,9 @@ class LiveMaps:
             extra=self.extra,
             by=self.name,
         )
+        images = self.data.split(split)
+        if isinstance(images.source, FileImages):
+            seen.file = utf8(images.path(image))
         if [value.shape for value in values] == [block.shape[:2] for block in maps]:
             seen.values = torch.stack(values)
         return seen

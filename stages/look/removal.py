@@ -34,15 +34,13 @@ class Tested:
 
 
 def painted(
-    images: Tensor, hidden: Tensor, grid: tuple[int, int], filling: Tensor | None = None
+    images: Tensor, hidden: Tensor, grid: tuple[int, int], filling: Tensor | float = 0.0
 ) -> Tensor:
     """Images [B, channels, height, width] in which the patches where ``hidden`` [B, T] is true have
     the pixels of a ``filling``, by default 0, the mean colour of what the model was trained on."""
     height, width = images.shape[-2:]
     mask = hidden.view(-1, 1, *grid)
     mask = mask.repeat_interleave(height // grid[0], 2).repeat_interleave(width // grid[1], 3)
-    if filling is None:
-        filling = torch.zeros(())
     return torch.where(mask, filling, images)
 
 

@@ -98,21 +98,21 @@ def export_student(
     run_dir: Path,
     name: str | None = None,
     *,
-    format: str = "onnx",
     out: Path | None = None,
     plain: bool = False,
 ) -> tuple[Path, float, str]:
-    """Writes a student in one of :data:`FORMATS`, for any number of images. Returns the file, the
-    largest difference between its logits and the student's on random images, and Python that runs
-    it.
+    """Writes a student, for any number of images, in that of the :data:`FORMATS` in which ``out``
+    ends. Returns the file, the largest difference between its logits and the student's on random
+    images, and Python that runs it.
 
     A file that is there is replaced, through a link too. Raises UserError, and writes nothing, for
     a place that holds anything else and for a model that differs by more than ``TOLERANCE``.
     """
     student = load_student(run_dir, name, plain)
     model = student.model
-    out = Path(out or student.folder / f"student.{format}")
-    target = check_file("--out", out)
+    out = Path(out or student.folder / "student.onnx")
+    target = check_file("--out", out, *(f".{name}" for name in FORMATS))
+    format = out.suffix.lower().removeprefix(".")
     generator = torch.Generator().manual_seed(student.settings.seed)
     images = torch.randn(5, model.in_chans, *model.patch_embed.img_size, generator=generator)
     content, forward = FORMATS[format](model, images[:2])

@@ -18,7 +18,7 @@ from gaupipe.system.messages import LOG
 from gaupipe.teachers.base import MapShape, Teacher, teacher_class
 from gaupipe.vit.saving import load_folder
 from stages.runs import kept_epochs
-from stages.runs.directory import RunDirectory, check_name
+from stages.runs.directory import RunDirectory, check_name, store_of_unlabelled
 from stages.runs.students import recorded_stores
 
 
@@ -141,6 +141,8 @@ def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
     """The store of :func:`store_of`. None where it is not there, finished, and of as many blocks
     and heads as the student; a line says so of one that the student learned from."""
     url, teacher_sha256 = store_of(student)
+    if data.sha256 == data.unlabelled_sha256:
+        url = store_of_unlabelled(url)
     try:
         maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
         check_fit(student.model, MapShape.of_store(maps.schema), student.settings.phase_b, url)

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -151,6 +151,7 @@ def make_app(viewer: Viewer) -> Starlette:
             UserError: refused(404),
             StoreError: refused(500),
             OSError: refused(500),
+            ClientDisconnect: refused(400),  # a page that was closed while it sent an image
             404: not_found,
         },
     )

@@ -103,7 +103,7 @@ def as_files(images: Any, folder: Path) -> list[Path]:
                 f"show: image {number} is a {type(image).__name__}: should be a path, Pillow's "
                 "image or an array of uint8 [height, width, 3] or [height, width]"
             )
-        paths.append(folder / f"image {number}.png")
+        paths.append(folder / f"image {number}.tiff")
         ImageOps.exif_transpose(image).save(paths[-1])
     return paths
 

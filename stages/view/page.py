@@ -106,7 +106,7 @@ def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, Any]:
             for name in explained
         },
         "pixels": [url(*viewer.pixels(image, view, split, SIDE)) for view in views],
-        "file": viewer.names.unique(split)[image] if viewer.has_data else None,
+        "file": viewer.names.unique(split)[image],
     }
 
 

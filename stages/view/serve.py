@@ -66,7 +66,8 @@ def run(
             LOG.warning(f"gaupipe: {note}")
         viewer = model_viewer(teacher, note)
     else:
-        viewer = open_viewer(url, run_dir, students, all_students=html is None)
+        others = split in ("val", "test")  # of which a store has no maps
+        viewer = open_viewer(url, run_dir, students, all_students=html is None or others)
 
     split = split or viewer.split
     for image in images:
@@ -195,6 +196,7 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
         return
     finally:
         listening.close()
+        viewer.stop()
 
 
 def bound(port: int | None) -> socket.socket:

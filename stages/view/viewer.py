@@ -116,16 +116,16 @@ class Viewer:
             names = self._names = Names(data)
         return names
 
-    @property
-    def has_data(self) -> bool:
-        """Whether the data set is there."""
-        return self._data is not None
-
     def start(self) -> None:
         """Reads the labels of a store and its data set on threads of their own."""
         if self.stored:
             self.gallery("train", "").start()
             threading.Thread(target=self.load_images, daemon=True).start()
+
+    def stop(self) -> None:
+        """Reads no more labels and predictions: Python would wait for all shards before it ends."""
+        for gallery in self._galleries.values():
+            gallery.stopped = True
 
     def load_images(self) -> None:
         """Opens the data set; where it is not there, images are shown without their pixels."""
@@ -378,8 +378,7 @@ class Viewer:
         with self._one_at_a_time:
             data = self.data
             known = [Path(data.train.path(image)) for image in range(len(data.train))]
-            for gallery in self._galleries.values():
-                gallery.stopped = True
+            self.stop()
             self._galleries.clear()
             self._data = self.model("").data = self.extend([*known, path])
             return len(known)
