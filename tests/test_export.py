@@ -67,35 +67,6 @@ def unexported(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "run", ignore=no_store))
 
 
-@pytest.mark.long
-def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_one(
-    trained, unexported
-):
-    maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")
-    draw, pending, kept = np.random.default_rng(), set(), {}
-    # three writes make the store and two each of its 19 shards, of which at most four are under
-    # way: the fourth process finishes a shard, and all of them together leave some
-    for fatal in (0, 1, 2, draw.integers(10, 14), *draw.integers(0, 6, 3)):
-        assert exit_code(export_run, unexported, kill=InWrite(int(fatal))) in KILLED
-        now = times(maps)
-        assert [name for name, written in kept.items() if now[name] != written] == []
-        with pytest.raises(store.StoreError):
-            store.open(maps)
-        if now.keys() >= {name for name in whole if name.endswith("zarr.json")}:
-            pending = {shard.index for shard in store.join(maps).pending()}
-            kept = {
-                name: now[name]
-                for name in shard_files(maps)
-                if int(name.split("/")[2]) not in pending
-            }
-    assert pending and kept
-    assert exit_code(export_run, unexported) == 0
-    now = times(maps)
-    assert [name for name, written in kept.items() if now[name] != written] == []
-    assert differing(contents(maps), whole) == []
-    assert [*maps.rglob("*__lock")] == []
-
-
 @pytest.mark.parametrize("after", [0, 1], ids=["in", "after"])
 def test_an_export_killed_in_or_after_its_last_write(trained, unexported, after):
     maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")

@@ -1,9 +1,10 @@
-"""What a seed gives stays what version 0.1 gave: the metrics of two small runs on the digits.
+"""What a seed gives stays what it gave: the metrics of two small runs on the digits.
 
-``old/metrics.json`` was written by version 0.1. On the machine that wrote it every version must
-give the same bits; elsewhere, and with other versions of torch, sums are rounded in another order,
-and one or two of the 200 images may fall on the other side. Early versions of torch draw other
-truncated normal numbers, so that models start with other weights.
+``old/metrics.json`` was written by version 0.1, and again by 0.2 where a seed draws other numbers:
+the weights at the start of the teacher, and the points of its sampled passes. On the machine that
+wrote it every version must give the same bits; elsewhere, and with other versions of torch, sums
+are rounded in another order, and one or two of the 200 images may fall on the other side. Early
+versions of torch draw other truncated normal numbers, so that models start with other weights.
 
 Of mixed images train_acc is left out: it counted an image's own class, however small its share.
 So are the validation metrics of averaged weights, whose average was not warmed up.

@@ -128,25 +128,6 @@ def test_an_array_that_was_not_asked_for_is_not_read(gaussian):
         maps.gather([9])
 
 
-def test_repair_writes_only_what_is_damaged(gaussian):
-    url, schema, arrays = gaussian
-    before = contents(url)
-    untouched = shard_file(url, "gaussians", 0)
-    written = untouched.stat().st_mtime_ns
-    shard_file(url, "gaussians", 1).write_bytes(b"half")
-    shard_file(url, "labels", 2).unlink()
-    for name in ("zarr.json", "logits/zarr.json"):
-        (url / name).write_bytes((url / name).read_bytes().replace(b"{", b"[", 1))
-    writer = store.repair(url, schema, shard_bytes=4 * schema.bytes_per_image)
-    assert [shard.index for shard in writer.pending()] == [1, 2]
-    with pytest.raises(store.StoreError, match="incomplete"):
-        store.open(url)
-    write_pending(writer, arrays)
-    assert store.verify(url) == []
-    assert differing(contents(url), before) == []
-    assert untouched.stat().st_mtime_ns == written
-
-
 def test_repair_without_a_readable_manifest_writes_everything(gaussian):
     url, schema, arrays = gaussian
     before = contents(url)

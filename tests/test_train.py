@@ -20,7 +20,6 @@ from stages.request import read_settings
 from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_student
-from worlds import command, in_world
 
 TINY = [*tiny(100, 50, 3), "phase_a.max_epochs=1"]
 SETS = sets(*TINY)
@@ -210,18 +209,3 @@ def test_a_plan_says_what_a_training_takes(trained, in_process, tmp_path):
     settings = ["--set", "model.args={class_token: true, global_pool: token}"]
     code, out, _ = in_process("plan", "--train", "--images", 60000, "--classes", 7, *settings)
     assert code == 0 and "60,000" in out  # a class token, which no Gaussian teacher has
-
-
-@pytest.mark.long
-def test_two_processes_train_like_one(tmp_path):
-    settings = sets(*TINY, "data.buckets=2")
-    for size in (1, 2):
-        arguments = ["train", "digits", "--run-dir", str(tmp_path / str(size)), *settings]
-        codes = in_world(size, tmp_path / "words", command, *arguments)
-        assert codes == [0] * size, (tmp_path / "words" / "rank0.txt").read_text()
-    assert (tmp_path / "words" / "rank1.txt").read_text() == ""
-    one, two = [metrics(tmp_path / size / "plain/standard/metrics.jsonl") for size in ("1", "2")]
-    assert len(one) == len(two) == 3
-    for alone, shared in zip(one, two, strict=True):
-        assert shared["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-5)
-        assert shared["val_acc"] == pytest.approx(alone["val_acc"], abs=0.003)

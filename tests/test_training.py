@@ -202,7 +202,7 @@ def test_means_weigh_batches_by_their_images(tmp_path):
             torch.zeros(images),
             torch.arange(images),
             whole_labelled=labelled,
-            labelled_ids=labelled,
+            labelled_here=labelled,
         )
 
     with loop(settings, state, batches, tmp_path, "test", 1) as training:
@@ -225,7 +225,7 @@ def test_a_rank_with_more_than_its_share_of_labels_shows_the_accuracy_of_its_ima
         torch.arange(4),
         whole_size=8,
         whole_labelled=2,
-        labelled_ids=2,  # both on this rank, where one is its share
+        labelled_here=2,  # both on this rank, where one is its share
     )
     sums = Sums()
     sums.add(batch, {"acc": torch.tensor(2.0)})  # both right, over its share

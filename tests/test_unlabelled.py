@@ -307,13 +307,10 @@ def test_phase_a_begins_with_them_and_later_commands_want_the_same(mine, in_proc
 
 def test_plan_counts_them(mine, in_process, tmp_path):
     plan = "plan", "--data", "mine", "--json", *TINY
-    code, out, err = in_process(*plan, cwd=tmp_path)
-    assert code == 0, err
-    assert json.loads(out)["unlabelled"] == 7
     other = more_photos(tmp_path / "other", count=4, seed=2)
-    code, out, err = in_process(*plan, "--unlabelled", other, cwd=tmp_path)
+    code, out, _ = in_process(*plan, "--unlabelled", other, cwd=tmp_path)
     assert code == 0 and json.loads(out)["unlabelled"] == 4
-    code, out, err = in_process(*plan, "--train", cwd=tmp_path)
+    code, out, _ = in_process(*plan, "--train", cwd=tmp_path)
     assert code == 0 and json.loads(out)["unlabelled"] == 0
 
 
@@ -525,35 +522,3 @@ def test_accuracy_and_loss_of_an_epoch_are_those_of_images_with_labels(mine, tmp
     ]
     assert len(lines) == 16 and all(line["loss"] > 0 for line in lines)
     assert state.identity["the images without labels"] == job.data.unlabelled_sha256
-
-
-class Interrupted(Exception):
-    pass
-
-
-def test_an_epoch_goes_on_in_its_middle(mine, tmp_path):
-    settings = settings_of(mine, "checkpoint_minutes=0", "augment.flip=true", "augment.cutmix=1")
-
-    def trained(folder, last_batch=None):
-        job = job_of(settings)
-        if last_batch is not None:
-            calls = iter(range(last_batch))
-            label_losses = job.losses.label_losses
-
-            def until_interrupted(*arguments):
-                if next(calls, None) is None:
-                    raise Interrupted
-                return label_losses(*arguments)
-
-            job.losses.label_losses = until_interrupted
-        state = training_state(job)
-        state.load(folder / "checkpoint")
-        train(job, state, folder, "student")
-        return metrics(folder / "metrics.jsonl")
-
-    unbroken = trained(tmp_path / "unbroken")
-    assert len(unbroken) == 2
-    for last_batch in (3, 6):  # in the first epoch, and in the second
-        with pytest.raises(Interrupted):
-            trained(tmp_path / "interrupted", last_batch)
-    assert trained(tmp_path / "interrupted") == unbroken

@@ -279,7 +279,8 @@ def test_a_student_beside_the_teacher(page, run):
     seen = inspect.attention(7, run_dir=run, student="standard", **chosen)
     same(json.loads(page.saved("#json")), seen.to_json())
     assert f"{seen.kl:.4f} nats" in page.text("#facts")
-    head_kl = inspect.attention(7, run_dir=run, student="standard", layer=1, head="0").kl
+    whole = {"layer": 1, "head": "0", "query": "mean"}
+    head_kl = inspect.attention(7, run_dir=run, student="standard", **whole).kl
     label = page.page.get_attribute(".cell[data-layer='1'][data-head='0']", "aria-label")
     assert label.endswith(f"KL {head_kl:.3f} nats")
     page.press("m", "Escape")

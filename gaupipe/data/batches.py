@@ -48,8 +48,8 @@ class Batch:
                here
     whole_labelled
                those of the whole batch that have a label; None where all have, else it may be 0
-    labelled_ids
-               the images with a smaller id have a label; None: all have
+    labelled_here
+               the images, of those here, that have a label; None where all have
     place      (seed, epoch, number in the epoch) of the whole batch in a training: what is drawn
                for all its images, on all ranks alike, depends on it alone
     """
@@ -63,7 +63,7 @@ class Batch:
     parts: Sequence[tuple[int, int]] = ()
     whole_size: int | None = None
     whole_labelled: int | None = None
-    labelled_ids: int | None = None
+    labelled_here: int | None = None
     place: tuple[int, int, int] = (0, 0, 0)
 
     def __len__(self) -> int:
@@ -85,13 +85,6 @@ class Batch:
         if self.whole_labelled is None:
             return len(self)
         return self.whole_labelled * len(self) / (self.whole_size or len(self))
-
-    @property
-    def labelled_here(self) -> int:
-        """The number of these images that have a label."""
-        if self.labelled_ids is None:
-            return len(self)
-        return int((self.ids < self.labelled_ids).sum())
 
 
 class Batches:
@@ -199,7 +192,7 @@ class Batches:
                 parts=[(bucket, len(members)) for bucket, members in order[step].items()],
                 whole_size=whole_sizes[step],
                 whole_labelled=labelled[step],
-                labelled_ids=self.split.labelled,
+                labelled_here=int(np.sum(ids < self.split.labelled)),
                 place=(seed, number, step),
             )
 

@@ -26,7 +26,7 @@ class Sums:
         """Adds a batch of which these are the ``means``, those of labels over as many images as
         :attr:`Batch.labelled` says."""
         self.images += len(batch)
-        self.labelled += batch.labelled_here
+        self.labelled += len(batch) if batch.labelled_here is None else batch.labelled_here
         for name, mean in means.items():
             count = batch.labelled if name in OF_LABELS else len(batch)
             self.values[name] = self.values.get(name, 0) + mean.detach() * count

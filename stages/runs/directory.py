@@ -313,5 +313,6 @@ def check_name(name: str) -> None:
     """Raises UserError for a student's name that cannot be a folder's."""
     if not STUDENT_NAME.fullmatch(name):
         raise UserError(
-            f"--name {name!r}: should be up to 100 letters, digits and _ . + = -, such as gamma03"
+            f"{name!r} as the name of a student: should be up to 100 letters, digits and _ . + = "
+            "-, such as gamma03"
         )
