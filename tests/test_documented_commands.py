@@ -54,3 +54,9 @@ def test_the_commands_of_a_page_work_in_order(page, tmp_path, in_process):
                 assert end == 0, (line, err)
                 ran += 1
     assert ran >= 5
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda page: page.stem)
+def test_no_line_begins_with_a_percent_sign(page):
+    """The site takes it for a comment, and leaves it out."""
+    assert not re.search(r"^\s*%", page.read_text(), re.MULTILINE)
