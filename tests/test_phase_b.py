@@ -178,7 +178,7 @@ def test_programs_of_torch_export_are_the_students_without_gaupipe(run_dir, tmp_
     code = f"""
 import sys, torch
 for key in {list(STUDENTS)}:
-    program = torch.export.load(key).module()
+    program = torch.export.load(f"{{key}}.pt2").module()
     torch.save([program(batch) for batch in torch.load("images")], f"{{key}}.logits")
 assert "gaupipe" not in sys.modules and "timm" not in sys.modules
 """
