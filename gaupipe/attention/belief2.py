@@ -10,7 +10,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from gaupipe.attention.base import StudentAttention, choice, matrix_of_mh
-from gaupipe.attention.kernels import parallel, perpendicular
+from gaupipe.attention.kernels import parts
 
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity}
 
@@ -96,5 +96,5 @@ class Belief2Attention(StudentAttention):
         return torch.cat([q, z], dim=-1), torch.cat([k, z], dim=-1), v
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
-        beside = self.activation(parallel(mh, v))
-        return self.proj(perpendicular(mh, v)) + self.proj_parallel(beside)
+        d, along = parts(mh, v)
+        return self.proj(d) + self.proj_parallel(self.activation(along))

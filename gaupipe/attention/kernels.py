@@ -27,11 +27,17 @@ def perpendicular(m: Tensor, v: Tensor) -> Tensor:
     return _perpendicular(m, v)
 
 
-def parallel(m: Tensor, v: Tensor) -> Tensor:
-    """The part of m along v, m - D with D of :func:`perpendicular`. It is small beside m, so only
-    the difference is rounded to the type of m."""
+def parts(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """D of :func:`perpendicular`, and m - D, the part of m along v. The latter is small beside m,
+    so only the difference is rounded to the type of m."""
     wide = at_least_float32(m)
-    return (wide - perpendicular(wide, v)).to(m.dtype)
+    d = perpendicular(wide, v)
+    return d.to(m.dtype), (wide - d).to(m.dtype)
+
+
+def parallel(m: Tensor, v: Tensor) -> Tensor:
+    """The second of the :func:`parts`."""
+    return parts(m, v)[1]
 
 
 @torch.fx.wrap  # in its own module: a node of traced graphs, whoever imports the function above
