@@ -46,7 +46,7 @@ from stages.runs.resources import (
     store_size,
     training_memory,
 )
-from stages.runs.timing import export_seconds, student_seconds, teacher_seconds
+from stages.runs.timing import pass_seconds, student_seconds, teacher_seconds
 
 UNKNOWN = "0" * 64
 """In place of the digest of a teacher that is not there yet."""
@@ -169,7 +169,7 @@ def plan_model(model: str, images: int) -> Plan:
         "memory_bytes": export_memory(teacher, schema),
         "disk_bytes": stored,
         "files": file_count,
-        "seconds": export_seconds(teacher, schema),
+        "seconds": images * pass_seconds(teacher, schema),
     }
     place = Path("maps.zarr")
     remedies = (looked_at.lighter, LESS_STORED)
@@ -256,7 +256,7 @@ def plan_phases(
             student["memory_bytes"] += stored
         what = export.kind
         if not schema.labelled:
-            what = f"{export.kind}, no labels"
+            what = "unlabelled"
         stages[name] = {
             "model": f"store ({what})",
             "memory_bytes": export_memory(teacher, schema),
@@ -270,17 +270,14 @@ def plan_phases(
 def seconds_of(
     settings: Settings, data: ImageData, images: int, unlabelled: int, stages: Mapping[str, Stage]
 ) -> dict[str, float]:
-    """Seconds of each of the ``stages`` of a run in one process, as far as steps say them: the
-    export of a teacher that was trained before is left out."""
+    """Seconds of each of the ``stages`` of a run in one process."""
     seconds = {}
     if "phase_a" in stages:
-        trained, exported = teacher_seconds(
-            outline(settings, data), images, settings.export.views or 1
-        )
-        if exported:
-            seconds = {"phase_a": trained, "export": exported}
-    if "export_unlabelled" in stages and seconds:
-        seconds["export_unlabelled"] = seconds["export"] * unlabelled / images
+        seconds["phase_a"], each = teacher_seconds(outline(settings, data), images)
+        each *= settings.export.views or 1
+        seconds["export"] = images * each
+        if "export_unlabelled" in stages:
+            seconds["export_unlabelled"] = unlabelled * each
     if "phase_b" in stages:
         train = settings.student_training
         seen = images + unlabelled
@@ -369,8 +366,6 @@ def tables(plan: Plan) -> Iterator[Table | str]:
     stages = Table("", *numbers, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     if "seconds" in plan["total"]:
         stages.caption = "time: of training steps and exports, measured here in some steps"
-        if "seconds" not in plan["stages"].get("phase_a", {"seconds": 0}):
-            stages.caption += "; that of the teacher's pass over the images is not counted"
         stages.caption_justify = "left"
     lines: list[tuple[str, Mapping[str, Any]]] = [
         (stage["model"], stage) for stage in plan["stages"].values()

@@ -154,6 +154,19 @@ PREDICTIONS = sets(
 )
 
 
+def test_plan_measures_the_pass_of_a_given_teacher(finished, tmp_path, in_process):
+    """It looks at each labelled image twice, once for its accuracy or a probe, and exports each
+    view."""
+    _, teacher = network_of(tmp_path / "network", 2, ["cat", "dog"])
+    call = "plan", "--data", "mine", "--teacher", teacher, *SMALL, *PREDICTIONS, "--json"
+    code, out, err = in_process(*call, *sets("export.views=3"), cwd=finished)
+    assert code == 0, err
+    seconds = {name: stage["seconds"] for name, stage in json.loads(out)["stages"].items()}
+    assert seconds["phase_a"] > 0
+    assert seconds["export"] == pytest.approx(3 * seconds["phase_a"])
+    assert seconds["export_unlabelled"] == pytest.approx(seconds["export"] * WITHOUT / 19)
+
+
 @pytest.mark.parametrize("head", ["of these classes", "of others"])
 def test_convolutions_predict_by_their_own_head_or_by_a_probe(finished, tmp_path, in_process, head):
     own = head == "of these classes"

@@ -176,20 +176,21 @@ def seconds_left(
         settings = left[0].settings
         data = read(settings)
         images = len(data.train)
+        both = len(data.with_unlabelled())
         teachers: set[Path] = set()
         if left[0].row.plain:
             each = student_seconds(settings, data, settings.train, images)
         else:
             train = settings.student_training
-            both = len(data.with_unlabelled())
             gammas = settings.phase_b.gammas(train.epochs)
             each = student_seconds(settings, data, train, both, gammas)
             teachers = {training.teacher_run.path for training in left if not training.exported}
         seconds += len(left) * each
         if teachers - taught:
             teacher = outline(as_teacher(settings), data)
-            each = sum(teacher_seconds(teacher, images, settings.export.views or 1))
-            seconds += len(teachers - taught) * each
+            trained, each = teacher_seconds(teacher, images)
+            exported = both * (settings.export.views or 1) * each
+            seconds += len(teachers - taught) * (trained + exported)
             taught |= teachers
     return seconds
 

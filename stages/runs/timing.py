@@ -15,8 +15,10 @@ import torch
 import store
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation.export import make_schema
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.losses import ConstantMaps, FeatureLoss, drawn_queries
+from gaupipe.distillation.store_choice import plan_export
 from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.device import choose_precision, prepare_device
 from gaupipe.teachers.base import MapShape, Teacher, Wanted
@@ -103,12 +105,14 @@ def student_seconds(
     return seconds + updates * mean_seconds(update)
 
 
-def teacher_seconds(teacher: Teacher, images: int, views: int) -> tuple[float, float]:
-    """Seconds of phase A on so many ``images`` an epoch, at most, and of the export of the maps of
-    their ``views``, each a forward pass, a third of a step; zeros for a teacher that is not trained
-    here."""
-    if not teacher.kind.trained:
+def teacher_seconds(teacher: Teacher, images: int) -> tuple[float, float]:
+    """Seconds of phase A on so many ``images`` an epoch, at most, and of each image that an export
+    passes through the teacher; zeros for one whose maps are not stored."""
+    if not teacher.kind.stored:
         return 0.0, 0.0
+    if not teacher.kind.trained:
+        each = pass_seconds(teacher, make_schema(teacher, plan_export(teacher), sha256=""))
+        return images * each, each  # it looks at each image for its probe, or its accuracy
     made = teacher.begin(Path())
     made.network.train()
     data = made.images_for_training
@@ -119,13 +123,13 @@ def teacher_seconds(teacher: Teacher, images: int, views: int) -> tuple[float, f
         loss.backward()
         loss.item()
 
-    seconds = images * seconds_per_image(step, teacher.settings.data.batch_size)
-    return teacher.settings.phase_a.most_epochs * seconds, seconds * views / 3
+    each = seconds_per_image(step, teacher.settings.data.batch_size)
+    return teacher.settings.phase_a.most_epochs * images * each, each / 3  # without its gradients
 
 
-def export_seconds(teacher: Teacher, schema: store.Schema) -> float:
-    """Seconds that a teacher takes for the maps in a store of this schema."""
-    data = teacher.data
+def pass_seconds(teacher: Teacher, schema: store.Schema) -> float:
+    """Seconds that a finished teacher takes for what a store of this schema has of an image."""
+    _, data = teacher.as_taken(teacher.data.train)
     size = (data.channels, data.image_size, data.image_size)
     layers = range(schema.maps.layers) if schema.has_maps else ()
     wanted = Wanted(torch.Generator(teacher.device), layers)
@@ -137,6 +141,8 @@ def export_seconds(teacher: Teacher, schema: store.Schema) -> float:
         stored = MAP_KINDS[schema.kind].arrays(made.attention, schema.k, torch.float32)
         for array in stored.values():
             array.cpu()
+        if made.features is not None:
+            made.features.cpu()  # waits for a GPU
 
     batch_size = teacher.settings.data.eval_batch_size
-    return schema.num_images * seconds_per_image(step, batch_size)
+    return seconds_per_image(step, teacher.images_at_once(batch_size, schema.has_maps))
