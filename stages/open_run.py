@@ -127,8 +127,7 @@ class Run:
             )
         if view is not None:
             self._check_view(view)
-        images = schema.num_images // schema.views
-        image_ids = check_ids(ids, images, f"images in {self.store.url}")
+        image_ids = check_ids(ids, schema.images, f"images in {self.store.url}")
         stored = self.store.gather(image_ids * schema.views + (view or 0))
         attention = StoredAttentionReader(self.store, CPU).attention(stored)
         return [attention.map(layer) for layer in range(schema.maps.layers)]

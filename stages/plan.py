@@ -19,7 +19,7 @@ from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.load import load_data
 from gaupipe.data.splits import ImageData, Split
-from gaupipe.distillation.export import Exported, make_schema
+from gaupipe.distillation.export import UNKNOWN, Exported, make_schema
 from gaupipe.distillation.reading import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import choose_store, plan_export
 from gaupipe.distillation.student import check_student, check_unlabelled
@@ -47,9 +47,6 @@ from stages.runs.resources import (
     training_memory,
 )
 from stages.runs.timing import pass_seconds, student_seconds, teacher_seconds
-
-UNKNOWN = "0" * 64
-"""In place of the digest of a teacher that is not there yet."""
 
 LESS_STORED = "another --out, or fewer --images"
 """What to do where the disk is too small for the store of a model's maps."""

@@ -64,7 +64,7 @@ def decide(small: Settings, tuned: Settings) -> Way:
     weights that are not there, and for images that are too few or too small."""
     small = settle(small)
     tuned = settle(tuned)
-    data = load_data(small.data)
+    data = load_data(small.data, small.download)
     if data.image_size < 2 * CELL:
         raise UserError(
             f"data.image_size: should be at least {2 * CELL} to look at gradients, these images "
@@ -75,7 +75,7 @@ def decide(small: Settings, tuned: Settings) -> Way:
     ids = np.sort(order[:MOST_IMAGES])
     labels = data.train.labels[ids]
 
-    own = load_data(tuned.data)  # of the size that the trained weights expect
+    own = load_data(tuned.data, tuned.download)  # of the size that the trained weights expect
     network = load_network(
         tuned.model.name, own, {}, download=tuned.download, remedy=REMEDY, asked_by="--model"
     )

@@ -399,6 +399,14 @@ def test_calibration_error_by_hand():
     )
 
 
+def test_a_student_without_a_name_is_called_like_its_attention(run_dir):
+    asked = {"student": "belief2"}, {"overrides": ["model.attention=belief2"]}
+    for how in asked:
+        request = students.resolve(run_dir, **how)
+        assert request.folder == run_dir / "phase_b" / "belief2"
+        assert request.settings.model.attention == "belief2"
+
+
 def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     command = dict(student="standard", name="y", distilled=False)
     with pytest.raises(UserError, match=r"^phase_b\.optim\.lr: .* set train\.optim\.lr"):

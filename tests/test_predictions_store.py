@@ -71,6 +71,8 @@ def test_a_student_learns_from_predictions_alone(stored, in_process, example):
     assert json.loads(in_process(*shown)[1])["teacher"] is None
     page = ("view", "--run-dir", run, "--html", run / "page.html")
     assert in_process(*page)[0] == 0  # of the student alone
+    relative = ("view", f"{run.name}/maps.zarr", "--html", "page.html")
+    assert in_process(*relative, cwd=run.parent)[0] == 0
     with pytest.raises(UserError, match="no attention maps"):
         open_run(run).maps([3])
     with pytest.raises(SystemExit, match=r"no attention maps: its predictions of image 3 are .*"):

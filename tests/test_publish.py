@@ -138,6 +138,8 @@ def test_paths_of_this_machine_are_in_no_setting():
     overlay = {"file": "weights.bin", "mean": [0.5, "a/b"]}
     assert settings.phase_a.teacher_args == {"pretrained_cfg_overlay": overlay}
     assert without_folders("local-dir:vit") == "local-dir:vit"
+    assert without_folders("hfds//x/more") == "hfds/more"
+    assert without_folders("hfds/user/more") == "hfds/user/more"
 
 
 def test_the_baseline_has_a_card_of_its_own(run, tmp_path, in_process):

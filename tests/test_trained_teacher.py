@@ -464,7 +464,7 @@ def test_costs_are_of_images_that_have_not_moved_from_stored_views(run, monkeypa
         maps_url=str(run / "maps.zarr"),
     )
     epoch: Any = {"epoch": 1, "seconds": 1.0, "processor_seconds": 1.0}
-    costs.student_costs(training, [epoch])
+    costs.student_costs(training, load_data(training.settings.data), [epoch])
     assert [batch.geometry for batch in batches] == [None]
 
 

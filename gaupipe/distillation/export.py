@@ -77,6 +77,10 @@ class Exported:
         return cls.train(data)
 
 
+UNKNOWN = "0" * 64
+"""In place of the digest of a teacher that is not there yet."""
+
+
 def make_schema(
     teacher: Teacher,
     export: ExportSettings,

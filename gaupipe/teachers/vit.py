@@ -96,7 +96,6 @@ def other_teacher(
     data: ImageData,
     teacher: str,
     teacher_args: dict[str, Any] | None = None,
-    download: bool = False,
 ) -> Teacher:
     """A trained model in place of a run's own teacher."""
     if teacher in TEACHERS:
@@ -107,7 +106,7 @@ def other_teacher(
     changes: dict[str, Any] = {"teacher": teacher, "teacher_args": teacher_args or {}}
     parsed = parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
     settings = settings.model_copy(update={"phase_a": parsed})
-    return outline(settings.model_copy(update={"download": download}), data).begin(Path())
+    return outline(settings, data).begin(Path())
 
 
 def load_teacher(settings: Settings, data: ImageData) -> ModelTeacher:

@@ -24,7 +24,7 @@ from stages.cli.options import (
     option,
     parse_path,
 )
-from stages.cli.output import on_terminal, report, show
+from stages.cli.output import lines_of, on_terminal, show
 from stages.request import (
     check_classifier,
     check_with_images,
@@ -197,7 +197,7 @@ def inspect(
         digest = summary["teacher_sha256"]
         if not as_json:  # 64 digits are longer than a line
             summary["teacher_sha256"] = f"{digest!s:.16} ..." if digest else None
-        report(summary, as_json)
+        show(summary, as_json, lines_of(summary))
         return
     seen = stage.attention(image, url=maps, run_dir=run_dir, student=student, **options)
     show(seen.to_json(), as_json, [stage.heat_map(seen)])

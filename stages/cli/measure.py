@@ -35,7 +35,7 @@ from stages.cli.options import (
     parse_path,
     setting,
 )
-from stages.cli.output import print_rich, report, show
+from stages.cli.output import lines_of, show
 from stages.request import (
     find_run,
     parse_list,
@@ -92,10 +92,9 @@ def evaluate(
     split = "test" if test else "val"
     options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion, "alone": alone}
     scores = stage.run(run_dir, student, split=split, plain=plain, **options)
-    report(scores if as_json else summary(scores), as_json)
+    show(scores, as_json, [*lines_of(summary(scores)), *tables(scores)])
     if as_json:
         return
-    print_rich(*tables(scores))
     mistakes = scores["mistakes"]
     if data is None and not plain:  # a run's page shows of two students of a name phase B's
         look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
@@ -192,11 +191,12 @@ def verify(
 
     Example: `gaupipe verify runs/digits/maps.zarr --teacher`
     """
+    if sample is not None and not teacher:
+        raise UserError(f"--sample {sample}: is for --teacher")
     if maps is not None:
         urls = [maps]
-        for name, value in {"--run-dir": run_dir, "--sample": sample}.items():
-            if value is not None and not teacher:
-                raise UserError(f"{name} {value}: is for --teacher")
+        if run_dir is not None and not teacher:
+            raise UserError(f"--run-dir {run_dir}: is for --teacher")
     else:
         run_dir = find_run(run_dir)
         urls = [RunDirectory(run_dir).stored()]
@@ -317,13 +317,14 @@ def compare_beginnings(
 ) -> None:
     """Prints whether a training on a folder of images should begin with a model."""
     check_data(data)
+    small_overrides = with_model(overrides, "model.name", None, download)
     tuned_overrides = with_model(overrides, "model.name", model, download)
     with begins(f"plan: looks at some images in {data}, and at what {model} sees of them"):
         from stages import which_way as stage
         from stages.runs.chosen_settings import settings_for
 
     nowhere = Path("runs")  # no run goes on here
-    small, _ = settings_for(data, overrides or [], nowhere, plain=True)
+    small, _ = settings_for(data, small_overrides, nowhere, plain=True)
     tuned, _ = settings_for(data, tuned_overrides, nowhere, plain=True)
     way = stage.decide(small, tuned)
     if as_json:

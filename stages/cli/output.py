@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def on_terminal() -> bool:
@@ -29,17 +32,15 @@ def show(values: Mapping[str, Any], as_json: bool, tables: Iterable[Any]) -> Non
         print_rich(*tables)
 
 
-def report(values: Mapping[str, Any], as_json: bool) -> None:
-    """Prints named values as JSON, or those that there are as a line each, with at most four
-    decimals."""
-    if as_json:
-        print(json.dumps(values))
-        return
+def lines_of(values: Mapping[str, Any]) -> Iterator[Text]:
+    """A line for each of the named values that there is, with at most four decimals."""
+    from rich.text import Text
+
     text = json.dumps(dict(single_values(values)))  # to round numbers in lists, too
     rounded = json.loads(text, parse_float=lambda number: round(float(number), 4))
     width = max(map(len, rounded))
     for name, value in rounded.items():
-        print(f"{name:<{width}} {value}")
+        yield Text(f"{name:<{width}} {value}")
 
 
 def single_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,6 @@ import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.load import load_data
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.export import outputs
 from gaupipe.settings import Settings
@@ -60,14 +59,13 @@ def multiply_adds(work: Callable[[], Any]) -> int:
     return flops // 2
 
 
-def student_costs(training: RowTraining, metrics: list[EpochMetrics]) -> Costs:
+def student_costs(training: RowTraining, data: ImageData, metrics: list[EpochMetrics]) -> Costs:
     """``parameters`` of a trained student, and ``multiply_adds`` and ``processor_seconds`` of its
     epochs, which have the entries ``metrics``."""
     settings = training.settings.model_copy(update={"compile": False})
     teacher_run = None
     if not training.row.plain:
         teacher_run = training.teacher_run
-    data = load_data(settings.data, unlabelled=teacher_run is not None)
     job = phase_b.build_training(settings, data, teacher_run, training.maps_url, afresh=False)
     buckets = settings.data.num_buckets
     batches = Batches(job.images, data, job.device, settings.data.batch_size, 0, buckets)

@@ -14,7 +14,7 @@ import store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.load import load_data
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.export import make_schema
+from gaupipe.distillation.export import UNKNOWN, make_schema
 from gaupipe.distillation.store_choice import choose_store
 from gaupipe.distillation.student import check_student
 from gaupipe.settings import Settings
@@ -229,7 +229,7 @@ def check_row(row: Row, settings: Settings, data: ImageData) -> Settings:
         teacher.begin(Path()).training_state()
         if teacher.kind.stored:
             export = choose_store(teacher)
-            make_schema(teacher, export, sha256="0" * 64)
+            make_schema(teacher, export, sha256=UNKNOWN)
             return settings.model_copy(update={"export": export})
     except (UserError, store.StoreError) as error:
         raise UserError(f"{row.name}: {error}") from None

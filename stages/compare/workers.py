@@ -191,11 +191,12 @@ def _train(group: list[RowTraining]) -> str:
 
         url = training.maps_url
         request = StudentRequest(settings, folder, teacher_run=teacher_run, maps_url=url)
-        metrics = phase_b.run_request(request)
+        data = load_data(settings.data, unlabelled=teacher_run is not None)
+        metrics = phase_b.run_request(request, data)
         if not math.isfinite(metrics[-1]["val_loss"]):  # no step follows the last update
             raise UserError(f"the validation loss is not finite after epoch {len(metrics)}")
         if training.test_sha256 is not None:
-            test = {"test_sha256": training.test_sha256, **score_test_split(training)}
+            test = {"test_sha256": training.test_sha256, **score_test_split(training, data)}
         finished = FinishedTraining(
             seed=settings.seed,
             folder=str(folder.relative_to(training.root)),
@@ -205,7 +206,7 @@ def _train(group: list[RowTraining]) -> str:
             loss_hard=[entry["loss_hard"] for entry in metrics],
             seconds=[entry["seconds"] for entry in metrics],
             processor_seconds=[entry.get("processor_seconds", 0.0) for entry in metrics],
-            costs=costs.student_costs(training, metrics),
+            costs=costs.student_costs(training, data, metrics),
             phase_a_costs=phase_a_costs,
             **test,
         )
@@ -225,9 +226,8 @@ def _logged(log: Path) -> Iterator[None]:
         yield
 
 
-def score_test_split(training: RowTraining) -> dict[str, Any]:
+def score_test_split(training: RowTraining, data: ImageData) -> dict[str, Any]:
     """What a :class:`FinishedTraining` says of the test images."""
-    data = load_data(training.settings.data)
     student = timm.create_model(f"local-dir:{training.folder / 'student'}", pretrained=True).eval()
     assert data.test is not None  # a comparison asks for it before it trains
     logits, labels = predictions(student, data.test, data, training.settings)

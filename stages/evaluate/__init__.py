@@ -23,7 +23,7 @@ from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.settings import Settings, places
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import check_file, utf8
+from gaupipe.system.files import utf8
 from gaupipe.teachers.base import Teacher, Wanted
 from gaupipe.teachers.notes import StoreNotes
 from gaupipe.training.scores import Metrics, classification_metrics, predictions, predictions_of
@@ -94,10 +94,6 @@ def run(
     maps: store.Store | None = None
     teacher: Teacher | str | None = None
     with distributed.rank_zero_first():
-        if out is not None:
-            check_file("--out", out)
-        if confusion is not None:
-            check_file("--confusion", confusion, ".png")
         student = load_student(run_dir, name, plain)
         if folder is not None:
             data = folder_data(student, folder)

@@ -91,7 +91,7 @@ class ExportRequest:
         else:
             tree = with_overrides({"phase_a": {"teacher_args": {}}}, changes)
             args = tree["phase_a"]["teacher_args"]
-            teacher = other_teacher(settings, images, self.teacher, args, self.download)
+            teacher = other_teacher(settings, images, self.teacher, args)
         if self.augment is not None:
             teacher.settings = teacher.settings.model_copy(update={"augment": self.augment})
         return teacher

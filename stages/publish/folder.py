@@ -12,7 +12,7 @@ import store
 from gaupipe.distillation.export import stored_export
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.load import dump
-from gaupipe.settings.sections import LOCAL, Section
+from gaupipe.settings.sections import HFDS, LOCAL, Section
 from gaupipe.settings.teachers import TEACHERS
 from gaupipe.system.files import check_new_folder, replaced
 from gaupipe.teachers.notes import StoreNotes
@@ -39,7 +39,6 @@ def publish(
     the test images. Paths of this machine are in none of the files. Raises UserError for an ``out``
     that is there, and for other images or classes than those that the run began with.
     """
-    check_new_folder("--out", out)
     student = load_student(run_dir, name, plain)
     data = student.run.load_data(student.settings, test=True)
     check_data(student, data)
@@ -86,7 +85,7 @@ def published_settings(student: TrainedStudent) -> Settings:
 
 def without_folders(value: Any) -> Any:
     """The settings, or one of their values, with the last part alone of each path. A text is a path
-    if it is absolute or begins with ``local-dir:``."""
+    if it is absolute, also after ``hfds/``, or begins with ``local-dir:``."""
     if isinstance(value, Section):
         return value.model_copy(update=without_folders(dict(value)))
     if isinstance(value, Path):
@@ -96,7 +95,8 @@ def without_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [without_folders(part) for part in value]
     if isinstance(value, str):
-        path = value.removeprefix(LOCAL)
-        if path != value or os.path.isabs(path):
-            return value.removesuffix(path) + Path(path).name
+        start = next((one for one in (LOCAL, HFDS) if value.startswith(one)), "")
+        path = value.removeprefix(start)
+        if start == LOCAL or os.path.isabs(path):
+            return start + Path(path).name
     return value

@@ -3,7 +3,6 @@ run begins, and those of its ``config.yaml`` from then on."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,7 +84,7 @@ def _run_settings(
     such as ``model.args``, join those that were chosen, as when the run began."""
     before = run.settings().data
     root = place["root"] and Path(place["root"])
-    gone = run.split.is_file() and not os.path.exists(before.root or "")
+    gone = before.root is not None and run.split.is_file() and not before.root.exists()
     same = before.root == root
     if before.root and root:
         same = before.root.resolve() == root.resolve()

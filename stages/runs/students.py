@@ -105,8 +105,6 @@ def resolve(
     Raises UserError for what the run does not allow.
     """
     run = RunDirectory(run_dir)
-    named = name if name is not None else student or run.settings().model.attention
-    check_name(named)
     for option, url in (("--maps", maps_url), ("--predictions", predictions_url)):
         if url is not None and not (url and distilled):
             raise UserError(
@@ -118,6 +116,10 @@ def resolve(
         check_plain(changes)
     if student:
         changes["model.attention"] = student
+    named = name
+    if named is None:
+        named = str(changes.get("model.attention") or run.settings().model.attention)
+    check_name(named)
     settings = _settings(run, named, changes, distilled)
     if now is not None:
         settings = with_anytime(settings, now)

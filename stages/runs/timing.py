@@ -15,7 +15,7 @@ import torch
 import store
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.export import make_schema
+from gaupipe.distillation.export import UNKNOWN, make_schema
 from gaupipe.distillation.kinds import MAP_KINDS
 from gaupipe.distillation.losses import ConstantMaps, FeatureLoss, drawn_queries
 from gaupipe.distillation.store_choice import plan_export
@@ -111,7 +111,8 @@ def teacher_seconds(teacher: Teacher, images: int) -> tuple[float, float]:
     if not teacher.kind.stored:
         return 0.0, 0.0
     if not teacher.kind.trained:
-        each = pass_seconds(teacher, make_schema(teacher, plan_export(teacher), sha256=""))
+        schema = make_schema(teacher, plan_export(teacher), sha256=UNKNOWN)
+        each = pass_seconds(teacher, schema)
         return images * each, each  # it looks at each image for its probe, or its accuracy
     made = teacher.begin(Path())
     made.network.train()

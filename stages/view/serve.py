@@ -6,6 +6,7 @@ import os
 import shlex
 import socket
 import sys
+import urllib.parse
 import webbrowser
 from collections.abc import Sequence
 from functools import partial
@@ -70,7 +71,7 @@ def run(
         viewer = open_viewer(url, run_dir, students, all_students=html is None or others)
 
     split = split or viewer.split
-    for image in images:
+    for image in images or [0]:
         viewer.check(image, split=split)
 
     start: dict[str, object] = {}
@@ -142,7 +143,7 @@ def open_viewer(
     if directory is None:
         return Viewer(url, {}, store.open(url))
     maps = None
-    is_own = url == str(directory.maps)
+    is_own = directory.is_store(url)
     if not (trained and is_own and not directory.maps.exists()):
         if is_own:
             directory.stored()
@@ -177,7 +178,7 @@ def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str,
     viewer.command = shlex.join(["gaupipe", *sys.argv[1:]])
     address = f"http://{HOST}:{listening.getsockname()[1]}/{viewer.token}/"
     if start:
-        address += "#" + "&".join(f"{name}={value}" for name, value in start.items())
+        address += "#" + urllib.parse.urlencode(start)
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(viewer),

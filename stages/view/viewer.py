@@ -241,6 +241,7 @@ class Viewer:
             raise UserError(f"student {name!r}: not one of {', '.join(self.models) or 'none'}")
         with self._one_at_a_time:
             if name not in self._opened:
+                self.load_images()  # a student of itself has the training images of its run
                 live = self.models[name](self._data)
                 if self.schema and live.data.sha256 != self.schema.dataset_sha256:
                     raise UserError(
