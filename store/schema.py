@@ -210,8 +210,10 @@ class Schema(ArraySizes):
     def difference(self, other: Schema) -> str:
         """The fields and notes in which `other` differs, as one line; empty when they are equal.
         The data set's name is left out: its digest says which images these are."""
-        ours = self.to_attributes() | self.extra
-        theirs = other.to_attributes() | other.extra
+        ours, theirs = (
+            one.to_attributes() | {f"extra.{name}": note for name, note in one.extra.items()}
+            for one in (self, other)
+        )
         for name in ("extra", "dataset"):
             del ours[name], theirs[name]
         return ", ".join(

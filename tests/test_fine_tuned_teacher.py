@@ -10,7 +10,10 @@ import store
 from arguments import sets
 from gaupipe.models import save_student
 from gaupipe.settings.load import parse, with_overrides
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import outline
+from gaupipe.teachers.fine_tuned import check_batch_norm
 from killing import KILLED, AtCall, exit_code
 from pictures import facts, more_photos, photos
 from runs import metrics, run_main
@@ -147,6 +150,15 @@ def test_no_student_starts_from_convolutions(images, tmp_path, in_process):
     code, _, err = in_process(*command, *changes, "--run-dir", tmp_path / "run")
     assert code == 2 and "is no ViT: take phase_b.warm_start=none" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_batch_norm_of_a_published_model_needs_one_process(monkeypatch):
+    network = timm.create_model("test_byobnet")
+    check_batch_norm(network, "test_byobnet")
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    check_batch_norm(timm.create_model("test_vit"), "test_vit")
+    with pytest.raises(UserError, match="test_byobnet .* in one process"):
+        check_batch_norm(network, "test_byobnet")
 
 
 def test_only_a_trained_model_is_fine_tuned(images, tmp_path, in_process):

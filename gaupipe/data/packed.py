@@ -43,6 +43,8 @@ class PackedImages(FileImages):
     ) -> None:
         """All images of a ``reader``. Raises UserError for two of one name: digests are kept by
         it."""
+        if not names:
+            raise UserError(f"{place}: holds no image")
         [(name, times)] = Counter(names).most_common(1)
         if times > 1:
             raise UserError(f"{place}: {times} images have the name {name}; leave one of them")

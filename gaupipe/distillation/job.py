@@ -132,7 +132,8 @@ def build_distilled(
     ``stored`` of the training images and, where there are such, of the images without labels.
     Raises UserError for a student or a loss that the stores do not fit."""
     maps, predictions = stored
-    check_fit(student, MapShape.of_store(maps.schema), settings.phase_b, maps.url)
+    if settings.phase_b.gamma:
+        check_fit(student, MapShape.of_store(maps.schema), settings.phase_b, maps.url)
     for one in stored:
         check_views(one.schema, settings, data.image_size, one.url)
     if predictions is not maps:
@@ -281,7 +282,7 @@ def remarks_on_maps(
     phase = settings.phase_b
     augment = settings.augment
     remarks = []
-    if schema.has_maps and len(student.blocks) != schema.layers:
+    if phase.gamma and schema.has_maps and len(student.blocks) != schema.layers:
         layers = layer_map(phase, len(student.blocks), schema.maps.layers)
         remarks.append(f"its blocks are compared with the stored blocks {layers}")
     if phase.warm_start in ("slice", "teacher") and settings.model.stem != "patch":
@@ -300,9 +301,10 @@ def remarks_on_maps(
 def check_views(schema: store.Schema, settings: Settings, image_size: int, url: str) -> None:
     """Raises UserError for views that phase B would draw otherwise."""
     views = StoreNotes.of(schema).views
-    if views is not None and views != Drawing.of(settings, image_size):
+    if schema.views > 1 and views != Drawing.of(settings, image_size):
         raise UserError(
-            f"{url}: holds views drawn with another augmentation, seed or image size: "
+            f"{url}: holds views drawn with another augmentation, seed or image size, or in a way "
+            "that it does not note: "
             "phase B must draw the same; change it back, or export again"
         )
 

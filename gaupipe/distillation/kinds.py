@@ -50,7 +50,7 @@ class MapKind:
             return None
         if "maps" not in forms:
             return "the teacher shows no attention maps; choose predictions"
-        if self.needs != "gaussians" and "gaussians" not in forms:
+        if "gaussians" not in forms:
             return GaussianKind.otherwise
         return self.otherwise
 

@@ -22,7 +22,12 @@ map is then 0.09 on 64 tokens, 0.07 on 196, and with 8 keys 0.17 and 0.28."""
 MOST_KEYS = 255
 
 
-LOSSLESS = {"prior": "prior", "embeddings": "embedding", "gaussians": "gaussian", "maps": "topk"}
+KIND_OF_FORM = {
+    "prior": "prior",
+    "embeddings": "embedding",
+    "gaussians": "gaussian",
+    "maps": "topk",
+}
 """The kind of store for each form of attention, the smallest first."""
 
 
@@ -32,7 +37,7 @@ def default_kind(teacher: Teacher, encoding: str | None = None) -> str:
     ViT, ``predictions`` for a teacher without attention maps."""
     if encoding == "uint8" and "gaussians" in teacher.forms:
         return "gaussian"
-    for form, kind in LOSSLESS.items():
+    for form, kind in KIND_OF_FORM.items():
         if form in teacher.forms:
             return kind
     return "predictions"
@@ -57,10 +62,8 @@ def choose_store(
         raise UserError(f"--{problem(error, ExportSettings)}") from None
     name = export.kind or default_kind(teacher, export.encoding)
     kind = store.KINDS[name]
-    student = None
-    if teacher.shows_rows:
-        student = teacher.student_shape
-    if student is not None and stored is None and kind.has_maps:
+    student = teacher.student_shape
+    if teacher.shows_rows and student is not None and stored is None and kind.has_maps:
         export = compared(export, teacher.settings.phase_b, teacher.shape, student)
     k = export.k
     if k is None and kind.default_k is not None and teacher.forms:

@@ -126,7 +126,8 @@ def check_student(teacher: Teacher) -> None:
     maps = None
     if teacher.forms:
         maps = teacher.shape.stored(export)
-    check_fit(student, maps, phase, "the teacher")
+    if phase.gamma:
+        check_fit(student, maps, phase, "the teacher")
     if phase.warm_start != "none":
         shape = teacher.shape
         weights = teacher.weights()

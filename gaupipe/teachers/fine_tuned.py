@@ -13,6 +13,8 @@ from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.places import folder_of
 from gaupipe.settings.sections import LOCAL
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
 from gaupipe.teachers.base import MapShape, Teacher
 from gaupipe.teachers.loading import readable
 from gaupipe.teachers.trained import TrainedOnLabels
@@ -24,6 +26,19 @@ from gaupipe.vit.build import create_model
 from gaupipe.vit.fine_tuning import weights_sha256
 from gaupipe.vit.inputs import as_taken, input_of
 from gaupipe.vit.pretrained import load_pretrained
+from gaupipe.vit.stem import SharedBatchNorm
+
+
+def check_batch_norm(model: nn.Module, teacher: str) -> None:
+    """Raises UserError for batch normalisation by the images of one process among several."""
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d
+    norms = [module for module in model.modules() if isinstance(module, kinds)]
+    alone = any(not isinstance(norm, SharedBatchNorm) for norm in norms)
+    if alone and distributed.world_size() > 1:
+        raise UserError(
+            f"phase_a.fine_tune_epochs: the batch norm of {teacher} would see the images of one "
+            "process alone: fine-tune it in one process"
+        )
 
 
 @dataclass
@@ -53,6 +68,7 @@ class FineTuned(TrainedOnLabels):
         """As :meth:`Teacher.outline`: without its weights, but on the CPU, where a blank image
         shows whether its attention can be read."""
         model: Any = cls.model(settings, data, "cpu")
+        check_batch_norm(model, settings.phase_a.teacher)
         check_optimizer(model, settings.phase_a.optim, settings.phase_a.most_epochs)
         before = teacher_of(settings, data, readable(model, data, settings.phase_a.teacher))
         if isinstance(before, VitTeacher):
