@@ -218,6 +218,26 @@ def test_means_weigh_batches_by_their_images(tmp_path):
     assert entry.keys() == {"epoch", "seconds", "processor_seconds", "images_per_s"}
 
 
+def test_an_epoch_counts_the_processor_seconds_of_all_ranks(tmp_path, monkeypatch):
+    state, settings = make(), Settings(log=LogSettings(every=0))
+    split = Split(ArrayImages(np.zeros((2, 1, 8, 8), np.uint8), np.zeros(2)), np.arange(2))
+    batches = mock.Mock(steps=1, split=split, waited={}, **{"data.num_classes": 2})
+    with loop(settings, state, batches, tmp_path, "test", 1) as training:
+        for epoch in training.epochs():
+            epoch.end_batch(Batch(*torch.zeros(2, 2), torch.arange(2)), loss=torch.tensor(1.0))
+            with monkeypatch.context() as patch:
+                patch.setattr("gaupipe.system.distributed.world_size", lambda: 2)
+                patch.setattr(
+                    "gaupipe.system.distributed.all_reduce_sum", lambda values: 2 * values
+                )
+                patch.setattr("time.process_time", lambda: epoch.processor_started + 5)
+                means = epoch.end()
+            state.finished = True
+            training.save(epoch, epoch.metrics(**means))
+    assert state.metrics[0]["processor_seconds"] == 10
+    assert state.metrics[0]["loss"] == 1
+
+
 def test_a_rank_with_more_than_its_share_of_labels_shows_the_accuracy_of_its_images():
     batch = Batch(
         torch.zeros(4),

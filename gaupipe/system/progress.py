@@ -47,7 +47,8 @@ class EpochMetrics(TypedDict):
     """Of training steps, without evaluation and checkpoints; of a teacher that was trained before,
     of its linear probe and its evaluation."""
     processor_seconds: NotRequired[float]
-    """As ``seconds``; of a teacher that was trained before, of its linear probe alone."""
+    """As ``seconds``, summed over all ranks, without the processes that read images for them; of a
+    teacher that was trained before, of its linear probe alone."""
     images_per_s: NotRequired[float]
 
 

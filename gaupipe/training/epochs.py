@@ -177,17 +177,19 @@ class Epoch:
         self._seed()
 
     def end(self) -> dict[str, float]:
-        """The mean of each loss over the images of all ranks. The time of training ends here.
-        Raises UserError for a loss that is not finite."""
+        """The mean of each loss over the images of all ranks. The time of training ends here, that
+        of the processor is of all ranks. Raises UserError for a loss that is not finite."""
         self.loop.update.check()
+        self.processor_seconds = time.process_time() - self.processor_started
         if distributed.world_size() > 1:
             mine = self.sums
-            counts = torch.tensor([mine.images, mine.labelled], dtype=torch.float64)
-            images, labelled = distributed.all_reduce_sum(counts).long().tolist()
+            counts = [mine.images, mine.labelled, self.processor_seconds]
+            totals = distributed.all_reduce_sum(torch.tensor(counts, dtype=torch.float64))
+            images, labelled, self.processor_seconds = totals.tolist()
             values = distributed.all_reduce_sum(torch.stack([*mine.values.values()]))
-            self.sums = Sums(images, labelled, dict(zip(mine.values, values, strict=True)))
+            by_name = dict(zip(mine.values, values, strict=True))
+            self.sums = Sums(int(images), int(labelled), by_name)
         self.seconds = time.monotonic() - self.started
-        self.processor_seconds = time.process_time() - self.processor_started
         return self.sums.means()
 
     def metrics(self, **values: float | None) -> EpochMetrics:
@@ -215,11 +217,11 @@ class Epoch:
             "images": self.sums.images,
             "labelled": self.sums.labelled,
             "sums": {name: total.cpu() for name, total in self.sums.values.items()},
+            "processor_seconds": processor_began - self.processor_started,
         }
         update.state.epoch = {
             "batches": self.done,
             "seconds": began - self.started,
-            "processor_seconds": processor_began - self.processor_started,
             "ranks": distributed.all_gather_object(mine),
         }
         update.state.save(self.loop.folder / "checkpoint")
@@ -236,7 +238,7 @@ class Epoch:
         self.loop.progress.skip(sum(rank["images"] for rank in ranks))
         mine = ranks[distributed.rank() :: distributed.world_size()]
         self.started -= saved["seconds"]
-        self.processor_started -= saved["processor_seconds"]
+        self.processor_started -= sum(rank["processor_seconds"] for rank in mine)
         self.sums.images = sum(rank["images"] for rank in mine)
         self.sums.labelled = sum(rank["labelled"] for rank in mine)
         for name, total in ranks[0]["sums"].items():

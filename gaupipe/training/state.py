@@ -36,6 +36,7 @@ class RankInEpoch(TypedDict):
     """Those of the images that have a label."""
     sums: dict[str, Tensor]
     """Of each loss over these images."""
+    processor_seconds: float
 
 
 class BegunEpoch(TypedDict):
@@ -43,7 +44,6 @@ class BegunEpoch(TypedDict):
 
     batches: int
     seconds: float
-    processor_seconds: float
     ranks: list[RankInEpoch]
 
 
