@@ -15,6 +15,7 @@ from gaupipe.data.buckets import Buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import Split
 from gaupipe.settings import LogSettings, OptimSettings, Settings
+from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import loop
@@ -225,12 +226,11 @@ def test_an_epoch_counts_the_processor_seconds_of_all_ranks(tmp_path, monkeypatc
     with loop(settings, state, batches, tmp_path, "test", 1) as training:
         for epoch in training.epochs():
             epoch.end_batch(Batch(*torch.zeros(2, 2), torch.arange(2)), loss=torch.tensor(1.0))
+            ended = epoch.processor_started + 5
             with monkeypatch.context() as patch:
-                patch.setattr("gaupipe.system.distributed.world_size", lambda: 2)
-                patch.setattr(
-                    "gaupipe.system.distributed.all_reduce_sum", lambda values: 2 * values
-                )
-                patch.setattr("time.process_time", lambda: epoch.processor_started + 5)
+                patch.setattr(distributed, "world_size", lambda: 2)
+                patch.setattr(distributed, "all_reduce_sum", lambda values: 2 * values)
+                patch.setattr("time.process_time", lambda ended=ended: ended)
                 means = epoch.end()
             state.finished = True
             training.save(epoch, epoch.metrics(**means))
