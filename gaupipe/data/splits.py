@@ -202,7 +202,7 @@ class ImageData:
         """Decodes validation images of a source of their own into the user's cache, and the source
         of the images of an ``epoch`` of ``training``; None leaves it out."""
         val = self.val.source
-        if isinstance(val, FileImages) and val is not self.train.source:
+        if isinstance(val, FileImages) and self.val_sha256 is not None:
             val.keep()
         if training is not None and isinstance(training.source, FileImages):
             training.source.keep(epoch)
