@@ -1,5 +1,6 @@
 """The pieces of a training loop: updates against plain torch, and the means of an epoch."""
 
+import time
 from contextlib import nullcontext
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
+from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch
 from gaupipe.data.buckets import Buckets
 from gaupipe.data.images import ArrayImages
@@ -194,6 +196,7 @@ def test_per_image_parameters_without_a_finite_gradient_stay(tmp_path):
 
 def test_means_weigh_batches_by_their_images(tmp_path):
     state, settings = make(), Settings(log=LogSettings(every=0))
+    augment = Augment(settings.augment, settings.seed)
     split = Split(ArrayImages(np.zeros((6, 1, 8, 8), np.uint8), np.zeros(6)), np.arange(6))
     batches = mock.Mock(steps=3, split=split, waited={}, **{"data.num_classes": 2})
 
@@ -206,8 +209,11 @@ def test_means_weigh_batches_by_their_images(tmp_path):
             labelled_here=labelled,
         )
 
-    with loop(settings, state, batches, tmp_path, "test", 1) as training:
+    decoded = []
+    batches.keep.side_effect = lambda *_: decoded.append(time.process_time())
+    with loop(settings, state, batches, augment, tmp_path, "test", 1) as training:
         for epoch in training.epochs():
+            assert decoded[-1] <= epoch.processor_started  # decoding does not count
             epoch.end_batch(batch(2, None), loss=torch.tensor(1.0), acc=torch.tensor(0.5))
             epoch.end_batch(batch(1, 0), loss=torch.tensor(4.0), acc=torch.tensor(0.0))
             epoch.end_batch(batch(3, 1), loss=torch.tensor(3.0), acc=torch.tensor(1.0))
@@ -221,9 +227,10 @@ def test_means_weigh_batches_by_their_images(tmp_path):
 
 def test_an_epoch_counts_the_processor_seconds_of_all_ranks(tmp_path, monkeypatch):
     state, settings = make(), Settings(log=LogSettings(every=0))
+    augment = Augment(settings.augment, settings.seed)
     split = Split(ArrayImages(np.zeros((2, 1, 8, 8), np.uint8), np.zeros(2)), np.arange(2))
     batches = mock.Mock(steps=1, split=split, waited={}, **{"data.num_classes": 2})
-    with loop(settings, state, batches, tmp_path, "test", 1) as training:
+    with loop(settings, state, batches, augment, tmp_path, "test", 1) as training:
         for epoch in training.epochs():
             epoch.end_batch(Batch(*torch.zeros(2, 2), torch.arange(2)), loss=torch.tensor(1.0))
             ended = epoch.processor_started + 5

@@ -138,6 +138,12 @@ class Batches:
         for loaded, (bucket, ids) in zip(images_of, batches, strict=True):
             yield self._unchanged(loaded, [(bucket, len(ids))])
 
+    def keep(self, number: int, augment: Augment) -> None:
+        """Decodes the images of an epoch into the user's cache, and those of validation: a training
+        does so before its clock starts. Crops of the full files are drawn anew in each epoch, so
+        nothing is kept for them."""
+        self.data.keep(None if augment.settings.full_size else self.split, number)
+
     def epoch(
         self,
         number: int,
@@ -163,8 +169,7 @@ class Batches:
         drawn_epoch = number if view is None else view
         batches = [np.concatenate([*members.values()]) for members in order[first:]]
         draws = [np.full(len(ids), drawn_epoch) for ids in batches]
-        # crops of the full files are drawn anew in each epoch, so nothing is kept for them
-        self.data.keep(None if augment.settings.full_size else self.split, number)
+        self.keep(number, augment)
         loads = self._timed(self.loader(requests(self.split, batches, augment, draws)), "data")
         reads: Iterable[dict[str, np.ndarray] | None] = [None] * len(batches)
         if stored is not None:

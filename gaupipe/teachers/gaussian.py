@@ -199,7 +199,9 @@ class GaussianTeacher(Teacher):
         loss_module = TeacherLoss(self)
         parameters = noise = None
 
-        with loop(settings, state, training, folder, "phase A", phase.max_epochs) as running:
+        with loop(
+            settings, state, training, augment, folder, "phase A", phase.max_epochs
+        ) as running:
             update = running.update
             for epoch in running.epochs():
                 loss_of = update.data_parallel(loss_module)

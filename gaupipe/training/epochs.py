@@ -13,6 +13,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.draws import seed_of
 from gaupipe.settings import Settings
@@ -38,6 +39,8 @@ class Loop:
     seed: int
     total: int
     """Epochs in all."""
+    batches: Batches
+    augment: Augment
     update: Update
     progress: EpochProgress
     step_log: StepLog
@@ -54,6 +57,7 @@ class Loop:
         with self.update.pauses:
             while not state.finished:
                 state.network.train()
+                self.batches.keep(len(state.metrics), self.augment)
                 yield Epoch(self)
 
     def save(self, epoch: Epoch, metrics: EpochMetrics) -> None:
@@ -90,13 +94,15 @@ def loop(
     settings: Settings,
     state: TrainingState[Any],
     batches: Batches,
+    augment: Augment,
     folder: Path,
     label: str,
     total: int,
     remarks: Sequence[str] = (),
 ) -> Iterator[Loop]:
-    """The training of ``state`` on ``batches`` for ``total`` epochs, some of them done before. One
-    that begins says the ``remarks``; one that ends draws its curves."""
+    """The training of ``state`` on ``batches``, of which ``augment`` draws views, for ``total``
+    epochs, some of them done before. One that begins says the ``remarks``; one that ends draws its
+    curves."""
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
     progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
     for module in state.network.modules():
@@ -107,7 +113,7 @@ def loop(
         if not state.metrics:
             for remark in remarks:
                 progress.line(f"{label}: {remark}")
-        yield Loop(folder, settings.seed, total, update, progress, step_log)
+        yield Loop(folder, settings.seed, total, batches, augment, update, progress, step_log)
     if distributed.is_main():
         draw({label: state.metrics}, folder / "curves")
         progress.line(f"{label}: curves in {folder / 'curves.png'} and .svg")

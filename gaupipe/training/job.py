@@ -161,7 +161,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path, 
     augment = Augment(job.augment, job.settings.seed)
     total = len(job.epochs)
 
-    with loop(job.settings, state, batches, folder, label, total, job.remarks) as running:
+    with loop(job.settings, state, batches, augment, folder, label, total, job.remarks) as running:
         update = running.update
         for epoch in running.epochs():  # the first may go on in its middle
             plan = job.epochs[epoch.number]
