@@ -400,11 +400,11 @@ def test_calibration_error_by_hand():
 
 
 def test_a_student_without_a_name_is_called_like_its_attention(run_dir):
-    asked = {"student": "belief_star"}, {"overrides": ["model.attention=belief2"]}
+    asked = {"student": "xsa"}, {"overrides": ["model.attention=xsa"]}
     for how in asked:
         request = students.resolve(run_dir, **how)
-        assert request.folder == run_dir / "phase_b" / "belief_star"
-        assert request.settings.model.attention == "belief_star"
+        assert request.folder == run_dir / "phase_b" / "xsa"
+        assert request.settings.model.attention == "xsa"
 
 
 def test_plain_training_refuses_a_setting_of_distillation(run_dir):
